@@ -11,6 +11,8 @@ const KEY = `${NAME}.key`;
 const tabs = new BroadcastChannel(NAME);
 /** Conversations that are removed; a tab in which an answer still comes does not bring them back. */
 const gone = new Set();
+/** Conversations that the browser kept when this tab looked last: what it keeps no more, another tab has removed. */
+const known = new Set();
 let database = null;
 
 const settled = (asked) =>
@@ -36,7 +38,9 @@ export async function open(told) {
     const asked = indexedDB.open(NAME, 1);
     asked.onupgradeneeded = () => asked.result.createObjectStore(CONVERSATIONS, { keyPath: "id" });
     database = await settled(asked);
-    return await settled(conversations("readonly").getAll());
+    const kept = await settled(conversations("readonly").getAll());
+    for (const { id } of kept) known.add(id);
+    return kept;
   } catch (error) {
     console.warn("conversations are not kept:", error);
     return null;
@@ -53,19 +57,26 @@ export async function save(conversation) {
   const place = conversations("readwrite");
   const kept = await settled(place.get(conversation.id));
   if (kept) merge(whole, kept);
+  // What another tab says of it is on its way.
+  else if (known.has(conversation.id)) return;
   await settled(place.put(whole));
+  known.add(conversation.id);
   tell({ saved: conversation.id });
 }
 
 /** One conversation as another tab has left it; undefined if it is removed. */
 export async function read(id) {
   const found = await settled(conversations("readonly").get(id));
-  if (found) gone.delete(id);
+  if (found) {
+    gone.delete(id);
+    known.add(id);
+  }
   return found;
 }
 
 export async function remove(id) {
   gone.add(id);
+  known.delete(id);
   if (!database) return;
   await settled(conversations("readwrite").delete(id));
   tell({ removed: id });

@@ -20,8 +20,16 @@ from tests.api.pages.page_server import KEY
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PATIENCE_S = 60.0
 SHORT = {"temperature": 0, "max_tokens": 12}
+ENDLESS = "60000"
+"""Tokens of an answer that somebody has to stop, however long a busy machine holds him up."""
 ENDED = "document.querySelectorAll('article.assistant[aria-busy=false]').length === {}"
 """That so many answers have come to their ends."""
+STORED = """new Promise((done) => {
+  const asked = indexedDB.open(`nf4-chat${new URL('.', location.href).pathname.slice(0, -1)}`);
+  asked.onsuccess = () => {
+    const all = asked.result.transaction('conversations').objectStore('conversations').getAll();
+    all.onsuccess = () => { asked.result.close(); done(all.result.flatMap((one) => one.messages)
+      .map((one) => [one.role, one.content, one.state ?? ''])); }; }; })"""
 
 
 @contextlib.contextmanager
@@ -220,6 +228,24 @@ async def load(page: Page, address: str) -> None:
     """Open the chat page and wait for its models."""
     await page.go(address)
     await page.until("document.getElementById('model').value")
+
+
+async def stored(page: Page) -> list[list[str]]:
+    """Messages that the browser keeps: role, content, state."""
+    return list(await page.value(STORED))
+
+
+async def until_stored(page: Page, condition: Callable[[list[list[str]]], bool]) -> None:
+    """Wait until a condition is true of what stored() gives."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition(await stored(page)):  # noqa: ASYNC110 - as in Page.until()
+            await asyncio.sleep(0.05)
+
+
+async def load_again(page: Page) -> None:
+    """Load the page anew as soon as the browser has kept how its answers ended."""
+    await until_stored(page, lambda messages: all(state != "running" for *_, state in messages))
+    await load(page, await page.value("location.href"))
 
 
 async def send(page: Page, text: str) -> None:

@@ -16,7 +16,7 @@ from tests.conftest import RunningServer, start_server
 
 KEY = "secret-key"
 ADAPTER = "sql-adapter"
-CONTEXT = 8192
+CONTEXT = 65536
 WORDS = ("the", "of", "and", "a", "house", "light", "sea", "rooms", "stairs", "lamp", "ship", "wind", "night", "storm")
 # Thoughts are opened where a request asks for reasoning.
 TEMPLATE = (

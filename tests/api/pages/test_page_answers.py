@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.api.pages.browser import ENDED, Page, ask, asked, chat_page, load, send
+from tests.api.pages.browser import ENDED, ENDLESS, Page, ask, asked, chat_page, load_again, send
 from tests.api.pages.page_server import CONTEXT, KEY, serve_pages, write_words_model
 from tests.conftest import RunningServer, engine_pid
 
@@ -39,7 +39,7 @@ async def test_a_cut_answer_goes_on(page: Page, pages: str) -> None:
         same = (await http.post(f"{pages}/v1/chat/completions", json=whole)).json()["choices"][0]["message"]["content"]
     assert (await page.text(".assistant .prose")).split() == same.split()
     # Kept as one, too; and what has been gone on from does not go on itself.
-    await load(page, await page.value("location.href"))
+    await load_again(page)
     assert (await page.text(".assistant .prose")).split() == same.split()
     assert await page.visible(CONTINUE)
     await ask(page, "Thank you.", 2)
@@ -49,11 +49,11 @@ async def test_a_cut_answer_goes_on(page: Page, pages: str) -> None:
 
 
 async def test_a_stopped_answer_goes_on_by_keyboard(page: Page) -> None:
-    await page.set("[name=max_tokens]", "7000")
+    await page.set("[name=max_tokens]", ENDLESS)
     await send(page, STORY)
     await page.until("document.querySelector('.assistant .prose')?.innerText.length > 20")
     await page.press("Escape")
-    await page.until(ENDED.format(1), 10)
+    await page.until(ENDED.format(1))
     before = await page.text(".assistant .prose")
     await page.set("[name=max_tokens]", "5")
     await page.value(f"document.querySelector('{CONTINUE}').focus()")
@@ -74,18 +74,18 @@ async def test_a_stopped_answer_goes_on_by_keyboard(page: Page) -> None:
 
 async def test_tokens_per_second_while_it_runs_and_context_used(page: Page, pages: str) -> None:
     assert not await page.visible("#context")
-    await page.set("[name=max_tokens]", "7000")
+    await page.set("[name=max_tokens]", ENDLESS)
     await send(page, STORY)
     await page.until("document.querySelectorAll('article[aria-busy=true] .figures span').length === 2")
     tokens, rate = await page.texts("article[aria-busy=true] .figures span")
     assert re.fullmatch(r"\d+ tokens", tokens)
     assert re.fullmatch(r"[\d.]+ tokens/s", rate)
-    assert float(rate.split()[0]) > 1
+    assert float(rate.split()[0]) > 0
     context = await page.text("#context")
     await page.until(f"document.getElementById('context').innerText !== {context!r}")
     assert await page.count("article[aria-busy=true] .actions") == 0
     await page.press("Escape")
-    await page.until(ENDED.format(1), 10)
+    await page.until(ENDED.format(1))
     await page.set("[name=max_tokens]", "6")
     await ask(page, "And now?", 2)
     async with httpx.AsyncClient(trust_env=False, headers={"x-api-key": KEY}) as http:
@@ -128,7 +128,7 @@ async def test_a_message_waits_for_the_model(debugger: str, loading: RunningServ
             await page.until(f"document.querySelector('.assistant .waits').innerText !== {seconds!r}")
             # One that is stopped does not go; another one waits in its own conversation.
             await page.press("Escape")
-            await page.until(ENDED.format(1), 10)
+            await page.until(ENDED.format(1))
             await page.click(".new-chat")
             await send(page, "And a ship?")
             await page.until("document.querySelector('.assistant .waits')?.innerText")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.pages.browser import Page, ask, asked, choose_files, load, paste
+from tests.api.pages.browser import Page, ask, asked, choose_files, load_again, paste
 from tests.api.pages.test_page_conversations import choose, saved
 
 pytestmark = pytest.mark.rest
@@ -31,7 +31,7 @@ async def test_text_files_are_part_of_the_message(page: Page) -> None:
     content = asked(page)[-1]["messages"][0]["content"]
     assert content == f"a.py:\n````\n{CODE}````\n\n<i>b</i>.csv:\n```\nä;1\n```\n\nWhat is this?"
     # They are shown folded, as text, and are kept.
-    await load(page, await page.value("location.href"))
+    await load_again(page)
     assert await page.texts("article.user .file .name") == ["a.py", "<i>b</i>.csv"]
     assert not await page.visible("article.user .file pre")
     await page.click("article.user .file summary")

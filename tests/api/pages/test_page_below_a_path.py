@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from tests.api.pages.browser import SHORT, ask, keep_settings, load, tab
+from tests.api.pages.browser import SHORT, ask, keep_settings, load_again, tab
 from tests.api.pages.page_server import KEY
 
 pytestmark = pytest.mark.rest
@@ -58,7 +58,7 @@ async def test_all_of_the_page_works_below_a_path(debugger: str, proxy: str) -> 
         await page.until("document.getElementById('model').value")
         answer = await ask(page, "What is a lighthouse?")
         assert answer
-        await load(page, await page.value("location.href"))
+        await load_again(page)
         assert await page.text(".assistant .prose") == answer
         await page.click(".new-chat")
         assert await page.value("location.pathname") == "/one/"

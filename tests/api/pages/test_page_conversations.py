@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.pages.browser import ENDED, Page, ask, load, send
+from tests.api.pages.browser import ENDED, ENDLESS, Page, ask, load, load_again, send, until_stored
+
+pytestmark = pytest.mark.rest
 
 TITLES = "[...document.querySelectorAll('.item .title')].map((one) => one.innerText)"
 
@@ -50,7 +52,7 @@ async def test_kept_listed_and_opened(three: Page, pages: str) -> None:
     page = three
     assert await page.value(TITLES) == ["Is 7 a prime?", "Name a colour.", "What is a lighthouse?"]
     answer = await page.text(".assistant .prose")
-    await load(page, await page.value("location.href"))
+    await load_again(page)
     assert await page.value(TITLES) == ["Is 7 a prime?", "Name a colour.", "What is a lighthouse?"]
     # The address names the conversation that is open; it and its figures are as they were.
     assert await page.text(".user .text") == "Is 7 a prime?"
@@ -115,10 +117,9 @@ async def test_rename_and_delete(three: Page, pages: str) -> None:
 
 
 async def test_an_answer_that_was_left(page: Page) -> None:
-    await page.set("[name=max_tokens]", "7000")
+    await page.set("[name=max_tokens]", ENDLESS)
     await send(page, "Tell me a very long story.")
-    await page.until("document.querySelector('.assistant .prose')?.innerText.length > 20")
-    await asyncio.sleep(3)  # it is saved every second
+    await until_stored(page, lambda kept: any(role == "assistant" and len(text) > 20 for role, text, _ in kept))
     await load(page, await page.value("location.href"))
     assert await page.text(".user .text") == "Tell me a very long story."
     await page.until(ENDED.format(1))

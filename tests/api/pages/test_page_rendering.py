@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.api.pages.browser import ENDED, Page, answered, choose_files, paste, pasted, send
+from tests.api.pages.browser import ENDED, ENDLESS, Page, answered, choose_files, paste, pasted, send
 
 pytestmark = pytest.mark.rest
 
@@ -106,7 +106,7 @@ async def test_what_a_model_writes_does_nothing(page: Page, pages: str) -> None:
 
 
 async def test_a_growing_answer_keeps_its_elements(page: Page) -> None:
-    await page.set("[name=max_tokens]", "7000")
+    await page.set("[name=max_tokens]", ENDLESS)
     await page.set("[name=temperature]", "1")
     await send(page, "Write a list of all countries, each with its capital.")
     blocks = "document.querySelectorAll('.assistant .prose > *')"
@@ -119,7 +119,7 @@ async def test_a_growing_answer_keeps_its_elements(page: Page) -> None:
     assert await page.value("document.querySelector('article.assistant').getAttribute('aria-busy')") == "true"
     assert "The model is answering." in await page.text("#announcer")
     await page.press("Escape")
-    await page.until(ENDED.format(1), 10)
+    await page.until(ENDED.format(1))
     assert (await page.value("document.getElementById('announcer').innerText")).endswith("The answer is stopped.")
     assert await page.value("document.getElementById('announcer').ariaLive") == "polite"
 

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from tests.api.pages.browser import ENDED, Page, ask, asked, load, send
+from tests.api.pages.browser import ENDED, ENDLESS, Page, ask, asked, load_again, send, stored
 
 pytestmark = pytest.mark.rest
 
 STORY = "Tell me a very long story about a lighthouse."
 PROSE = "document.querySelector('article.assistant .prose')?.innerText.length > 20"
-STORED = """new Promise((done) => { const asked = indexedDB.open('nf4-chat'); asked.onsuccess = () => {
-  const all = asked.result.transaction('conversations').objectStore('conversations').getAll();
-  all.onsuccess = () => { asked.result.close(); done(all.result.flatMap((one) => one.messages)
-    .map((one) => [one.role, one.content, one.state ?? ''])); }; }; })"""
-
-
-async def stored(page: Page, *, ended: bool = False) -> list[list[str]]:
-    """Messages that the browser keeps: role, content, state; ended: as soon as no answer is under way in them."""
-    async with asyncio.timeout(60):
-        while True:
-            found = list(await page.value(STORED))
-            if not ended or all(state != "running" for *_, state in found):
-                return found
-            await asyncio.sleep(0.05)
 
 
 async def test_an_answer_is_seen_and_stopped_from_the_other_tab(page: Page) -> None:
-    await page.set("[name=max_tokens]", "7000")
+    await page.set("[name=max_tokens]", ENDLESS)
     await send(page, STORY)
     await page.until(PROSE)
     async with page.neighbour(await page.value("location.href")) as other:
@@ -43,7 +27,7 @@ async def test_an_answer_is_seen_and_stopped_from_the_other_tab(page: Page) -> N
         assert await other.count("article") == 2
         assert asked(other) == []
         await other.press("Escape")
-        await page.until(ENDED.format(1), 10)
+        await page.until(ENDED.format(1))
         assert (await page.texts(".figures span"))[0] == "stopped"
         await other.until("document.querySelector('.figures .end')?.innerText === 'stopped'")
         whole = await page.text(".assistant .prose")
@@ -80,16 +64,15 @@ async def test_both_write_at_once(page: Page) -> None:
         assert await page.texts("article.user .text") == ["Is 7 a prime?", "And 8?"]
         assert await other.texts("article.user .text") == ["Is 9 a prime?"]
         await page.until("document.querySelector('.user .count')?.innerText === '1/2'")
-        kept = await stored(page, ended=True)
+        await load_again(page)
+        kept = await stored(page)
         assert sorted(content for role, content, _ in kept if role == "user") == [
             "And 8?",
             "Is 7 a prime?",
             "Is 9 a prime?",
         ]
         assert [state for role, _, state in kept if role == "assistant"] == ["done"] * 3
-        for tab in (page, other):
-            await load(tab, await tab.value("location.href"))
-            await tab.until("document.querySelectorAll('article').length >= 2")
+        await load_again(other)
         await other.click(".user [aria-label='Earlier version']")
         await other.until("document.querySelectorAll('article').length === 4")
         assert await other.texts("article.user .text") == ["Is 7 a prime?", "And 8?"]
@@ -97,7 +80,7 @@ async def test_both_write_at_once(page: Page) -> None:
 
 
 async def test_a_name_and_settings_of_one_stay_while_the_other_answers(page: Page) -> None:
-    await page.set("[name=max_tokens]", "7000")
+    await page.set("[name=max_tokens]", ENDLESS)
     await send(page, STORY)
     await page.until(PROSE)
     async with page.neighbour(await page.value("location.href")) as other:
@@ -110,7 +93,7 @@ async def test_a_name_and_settings_of_one_stay_while_the_other_answers(page: Pag
         await page.until("document.getElementById('title').innerText === 'Of the sea'")
         await page.until("document.querySelector('[name=system]').value === 'You are terse.'")
         await page.press("Escape")
-        await page.until(ENDED.format(1), 10)
+        await page.until(ENDED.format(1))
         # Deleted in one, it does not come back from the other, where an answer comes.
         await page.click(".resume")
         await page.until("document.querySelector('article.assistant').ariaBusy === 'true'")
@@ -130,7 +113,7 @@ async def test_a_tab_that_goes_leaves_its_answer(page: Page) -> None:
     async with page.neighbour(await page.value("location.href")) as other:
         # The conversation's settings come with it.
         await other.until("document.querySelector('.assistant .prose')")
-        await other.set("[name=max_tokens]", "7000")
+        await other.set("[name=max_tokens]", ENDLESS)
         await send(other, STORY)
         await page.until("document.querySelectorAll('article').length === 4")
         await page.until("document.getElementById('send').ariaLabel === 'Stop'")

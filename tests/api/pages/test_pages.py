@@ -8,8 +8,8 @@ import re
 import httpx
 
 from tests.api.conftest import MODEL
-from tests.api.pages.browser import ENDED, Page, ask, asked, keep_settings, load, send, tab
-from tests.api.pages.page_server import ADAPTER, KEY
+from tests.api.pages.browser import ENDED, ENDLESS, Page, ask, asked, keep_settings, load, send, tab
+from tests.api.pages.page_server import ADAPTER, CONTEXT, KEY
 
 STORY = "Tell me a very long story about a lighthouse."
 
@@ -107,7 +107,7 @@ async def test_thoughts_are_folded(page: Page) -> None:
 
 
 async def test_escape_stops_and_what_came_stays(page: Page) -> None:
-    await page.set("[name=max_tokens]", "7000")
+    await page.set("[name=max_tokens]", ENDLESS)
     await send(page, STORY)
     await page.until("document.querySelector('.assistant .prose')?.innerText.length > 20")
     assert await page.value("document.getElementById('send').getAttribute('aria-label')") == "Stop"
@@ -115,7 +115,7 @@ async def test_escape_stops_and_what_came_stays(page: Page) -> None:
     await send(page, "Not yet")
     assert len(asked(page)) == 1
     await page.press("Escape")
-    await page.until(ENDED.format(1), 10)
+    await page.until(ENDED.format(1))
     assert (await page.texts(".figures span"))[0] == "stopped"
     assert len(await page.text(".assistant .prose")) > 20
     assert await page.value("document.getElementById('send').getAttribute('aria-label')") == "Send"
@@ -144,7 +144,7 @@ async def test_new_chat_during_an_answer(page: Page) -> None:
 
 async def test_scrolling_up_while_it_streams(page: Page) -> None:
     await page.size(1000, 320)
-    await page.set("[name=max_tokens]", "7000")
+    await page.set("[name=max_tokens]", ENDLESS)
     await send(page, STORY + "\nIt has many rooms." * 15)
     log = "document.getElementById('log')"
     await page.until(f"{log}.scrollHeight > {log}.clientHeight + 150")
@@ -166,7 +166,7 @@ async def test_scrolling_up_while_it_streams(page: Page) -> None:
     await page.until(f"{log}.scrollHeight > {height}")
     assert await page.value(f"{log}.scrollHeight - {log}.clientHeight - {log}.scrollTop < 32")
     await page.press("Escape")
-    await page.until(ENDED.format(1), 10)
+    await page.until(ENDED.format(1))
 
 
 async def test_edit_regenerate_and_versions(page: Page) -> None:
@@ -223,9 +223,9 @@ async def test_enter_sends_what_is_edited(page: Page) -> None:
 
 
 async def test_errors_lose_nothing(page: Page) -> None:
-    long = "word " * 9000
+    long = "word " * (CONTEXT + 1)
     await send(page, long)
-    await page.until("document.querySelector('.failure')?.innerText.includes('8192')")
+    await page.until(f"document.querySelector('.failure')?.innerText.includes('{CONTEXT}')")
     assert (await page.text(".user .text")).strip() == long.strip()
     assert await page.count(".figures span") == 0
     # Without a server: what was written stands there, and is asked again.
