@@ -28,10 +28,10 @@ def test_blocks_grow_in_time_that_is_proportional_to_their_length(part: Part) ->
     def seconds(pieces: int) -> float:
         blocks = ContentBlocks()
         blocks.push(Part(calls=[CallDelta(0, "call", "f", "")]) if part.calls else part)
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(pieces):
             blocks.push(part)
-        taken = time.perf_counter() - began
+        taken = time.thread_time() - began
         assert len(blocks.all[-1].text) >= 40 * pieces
         return taken
 

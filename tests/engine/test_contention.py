@@ -102,7 +102,7 @@ def test_sleeping_threads_compute_the_same_and_their_helpers_go() -> None:
         cpu.sleep_at_barriers(True)
         torch.testing.assert_close(cpu.linear_bf16w(x, w, bias), expected, rtol=0, atol=0)
         cpu.sleep_at_barriers(False)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while len(os.listdir("/proc/self/task")) > started:
         assert time.monotonic() < deadline, (before, started)
         time.sleep(0.01)
