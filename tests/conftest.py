@@ -23,6 +23,16 @@ from tests.reference import Reference
 READY_TIMEOUT_S = 180.0
 
 
+QUICK_START = {
+    # Its imports are seconds of a core; tests/engine/test_client.py has a process that stands by.
+    "NF4_ENGINE__STANDBY": "false",
+    # Two files of tests run side by side, and threads of several servers on two cores wait for one another.
+    "NF4_ENGINE__THREADS": "1",
+    # With nothing compiled or traced, which is most of a start.
+    "NF4_ENGINE__ENFORCE_EAGER": "true",
+}
+
+
 @dataclass(frozen=True)
 class RunningServer:
     """A real server process; base_url has no trailing slash and no /v1."""
@@ -43,16 +53,30 @@ _REST = ("bench", "deploy", "ray_serve")
 """Folders whose tests only make test-all runs: of benches, of what one deploys, and of GPUs' fused launches."""
 
 
+_SHARED = ("debugger", "server", "long_context", "thinking")
+"""Servers, and a browser with one, that tests of many files share: these run one after another in one of xdist's workers."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests as `process` by their fixtures and by what their modules import, and as `rest` by their folders."""
     folders = [Path(__file__).parent / name for name in _REST]
     for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
         if any(item.path.is_relative_to(folder) for folder in folders):
             item.add_marker("rest")
         if isinstance(item, pytest.Function) and not (
             _FIXTURES.isdisjoint(item.fixturenames) and _HELPERS.isdisjoint(vars(item.module))
         ):
             item.add_marker("process")
+
+
+def _group(item: pytest.Item) -> str:
+    """What a test is run in one worker with: those that share a server, or those of its file."""
+    if isinstance(item, pytest.Function):
+        for name in _SHARED:
+            if name in item.fixturenames and name not in vars(item.module):
+                return name
+    return str(item.path.relative_to(Path(__file__).parent))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -96,9 +120,7 @@ def server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 class start_server:  # noqa: N801 - used as a function
     """Start `python -m server` with arguments on a free port; entering waits until /health is 200.
 
-    Without a process that stands by for the engine: its imports are seconds of a core. tests/engine/test_client.py has one.
-    With one thread: two files of tests run side by side, and threads of several servers on two cores wait for one another.
-    eager: with nothing compiled or traced, which is most of a start. The server that most tests share is not.
+    Set up by QUICK_START; eager: also by its last variable. The server that most tests share is not.
     loading: entering waits until the server listens, and not for the model.
     """
 
@@ -115,10 +137,9 @@ class start_server:  # noqa: N801 - used as a function
         port = free_port()
         command = [sys.executable, "-m", "server", "--port", str(port), *self._arguments]
         with self._log.open("wb") as output:
-            environment = {"NF4_ENGINE__STANDBY": "false", "NF4_ENGINE__THREADS": "1", **os.environ}
-            if self._eager:
-                environment["NF4_ENGINE__ENFORCE_EAGER"] = "true"
-            environment["PYTHONUNBUFFERED"] = "1"
+            environment = {**QUICK_START, "PYTHONUNBUFFERED": "1", **os.environ}
+            if not self._eager:
+                environment.pop("NF4_ENGINE__ENFORCE_EAGER")
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         base_url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + READY_TIMEOUT_S

@@ -52,6 +52,28 @@ def quick(long_context: httpx.Client) -> Iterator[openai.OpenAI]:
         yield client
 
 
+# Thoughts are opened by the template, unless it is told not to think; what else it is told stands in the prompt.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{{ style or '' }}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{% endif %}{# </think> #}"
+)
+
+
+@pytest.fixture(scope="session")
+def thinking(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a small random model whose template opens thoughts, on a server with keys that keeps three responses."""
+    folder = tmp_path_factory.mktemp("thinking")
+    http = {"api_keys": ["key", "other"], "max_requests_per_key": 1, "response_store": 3}
+    config = write_random_model(folder, embedded_folder, http)
+    (folder / "chat_template.jinja").write_text(THINKING)
+    with (
+        start_server(folder / "log", "--config", str(config)) as server,
+        httpx.Client(base_url=server.base_url, timeout=60, trust_env=False, headers={"x-api-key": "key"}) as client,
+    ):
+        yield client
+
+
 def openai_client(base_url: str, **options: Any) -> openai.OpenAI:
     os.environ.setdefault("NO_PROXY", "127.0.0.1")
     return openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=60, **options)

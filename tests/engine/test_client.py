@@ -245,12 +245,14 @@ async def test_a_damaged_checkpoint_is_fatal(tmp_path: Path) -> None:
         assert client.pid is None
 
 
+@pytest.mark.rest
 async def test_an_engine_that_takes_too_long_to_start_is_started_again(embedded_folder: Path) -> None:
     async with running(embedded_folder, start_timeout_s=0.2) as client:
         await until(lambda: client.restarts == 1)
         assert "not ready after 0 s" in client.status.message
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("standby", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_engine_ends_when_the_api_process_dies(embedded_folder: Path, standby: bool) -> None:
     count = 1 + standby

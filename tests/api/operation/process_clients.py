@@ -73,7 +73,7 @@ def one_each(server: RunningServer, key: str = KEYS[0]) -> Iterator[dict[int, ht
         yield found
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

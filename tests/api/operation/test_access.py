@@ -164,6 +164,7 @@ async def test_pages_load_nothing_from_elsewhere() -> None:
             assert "https://" not in answer.text
 
 
+@pytest.mark.rest
 def test_tls(tmp_path: Path) -> None:
     certificate, key, port = tmp_path / "cert.pem", tmp_path / "key.pem", free_port()
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate,
@@ -192,4 +193,4 @@ def test_tls(tmp_path: Path) -> None:
             httpx.get(f"http://127.0.0.1:{port}/version", trust_env=False)
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0

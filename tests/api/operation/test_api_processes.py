@@ -22,6 +22,8 @@ from tests.api.operation.process_clients import CHAT, KEYS, Stream, client, one_
 from tests.clients.random_model import write_random_model
 from tests.conftest import RunningServer, engine_pid, start_server
 
+pytestmark = pytest.mark.rest
+
 LIMIT = 6
 
 
@@ -192,7 +194,6 @@ def _write_adapter(folder: Path) -> None:
     )
 
 
-@pytest.mark.rest
 def test_a_process_that_is_killed(server: RunningServer) -> None:
     """Its clients lose their connections, nobody else does; what it held is free, and another takes its place."""
     with one_each(server) as clients:
@@ -222,7 +223,6 @@ def test_a_process_that_is_killed(server: RunningServer) -> None:
                 stream.close()
 
 
-@pytest.mark.rest
 def test_an_engine_that_is_killed(server: RunningServer) -> None:
     """Streams of all processes end with an error, and all take requests again."""
     with one_each(server) as clients:
@@ -237,7 +237,6 @@ def test_an_engine_that_is_killed(server: RunningServer) -> None:
             assert http.post(CHAT, json=chat_body()).status_code == 200
 
 
-@pytest.mark.rest
 def test_the_end(embedded_folder: Path, tmp_path: Path) -> None:
     """SIGTERM lets all processes answer what they have begun, and takes nothing new."""
     config = write_random_model(tmp_path / "model", embedded_folder, {"api_processes": 3})

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ import pytest
 
 from bench.processes import free_port
 from tests.api.conftest import MODEL, chat_body, metric, openai_client, user
-from tests.conftest import RunningServer, engine_pid
+from tests.api.operation.process_clients import until
+from tests.conftest import QUICK_START, RunningServer, engine_pid
 
 QUEUE = 3
 STALLED_S = 4
@@ -33,7 +34,7 @@ def own(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """Yielded while it is still loading."""
     log, port = tmp_path_factory.mktemp("lifecycle") / "log", free_port()
     command = [sys.executable, "-m", "server", "--port", str(port), "--max-queue", str(QUEUE)]
-    environment = {**os.environ, "NF4_HTTP__STALLED_CLIENT_TIMEOUT_S": str(STALLED_S)}
+    environment = {**os.environ, **QUICK_START, "NF4_HTTP__STALLED_CLIENT_TIMEOUT_S": str(STALLED_S)}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     running = RunningServer(f"http://127.0.0.1:{port}", process, log)
@@ -47,13 +48,6 @@ def own(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def http(own: RunningServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=own.base_url, timeout=60, trust_env=False) as client:
         yield client
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def ready(http: httpx.Client) -> bool:
@@ -88,7 +82,7 @@ def test_health_tells_about_loading(own: RunningServer, http: httpx.Client) -> N
             return False
         return True
 
-    until(listening, 20)
+    until(listening)
     health = http.get("/health")
     assert health.status_code == 503
     assert health.json()["status"] == "loading"
@@ -167,7 +161,7 @@ def test_client_that_stopped_reading_counts_as_gone(own: RunningServer, http: ht
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         until(lambda: metric(http, "nf4_num_requests_running") == QUEUE)
         # It has the connection open still.
-        until(lambda: idle(http), 10 * STALLED_S)
+        until(lambda: idle(http), 180)
 
 
 def test_deadline_of_the_clients_own(http: httpx.Client) -> None:
@@ -277,6 +271,7 @@ def test_start_that_cannot_work_ends_with_one_line(arguments: list[str], reason:
     assert done.stdout == ""
 
 
+@pytest.mark.rest
 def test_damaged_checkpoint_ends_with_one_line(embedded_folder: Path, tmp_path: Path) -> None:
     for file in embedded_folder.iterdir():
         data = file.read_bytes()
