@@ -89,6 +89,16 @@ def is_projection(name: str) -> bool:
     return bool(experts) or (name.endswith(".weight") and not re.search(r"norm|embed|lm_head|\.(gate|router)\.", name))
 
 
+def nowhere(name: str) -> bool:
+    """That nothing is in NF4."""
+    return False
+
+
+def unchanged(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Saved by its own name."""
+    return {name: tensor}
+
+
 def unsloth_gpt_oss(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """gpt-oss as Unsloth quantizes it: a linear layer for each expert and for the router."""
     if match := re.fullmatch(r"(.*\.experts\.(?:gate_up|down)_proj)(_bias)?", name):
@@ -113,7 +123,7 @@ def save_moe(
     folder: Path,
     model: PreTrainedModel,
     in_nf4: Callable[[str], bool] = is_projection,
-    rename: Rename = lambda name, tensor: {name: tensor},
+    rename: Rename = unchanged,
     stacked: bool = False,
     nested: bool = True,
     blocksize: int = 64,

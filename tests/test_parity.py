@@ -16,7 +16,6 @@ NEAR_TIE = 0.05
 MOST_NEAR_TIES = 2
 
 
-# Eight chats share their answers with tests/engine/test_parity.py.
 @pytest.mark.parametrize(
     ("chats", "max_tokens"),
     [pytest.param(CHATS[:16:2], 16, id="8"), pytest.param(CHATS, 24, id="32", marks=pytest.mark.slow)],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.kernels import fit_plan
-from nf4_kernels.plan.wgmma import WGMMA_COSTS, WGMMA_INSTANCES, Wgmma, WgmmaCosts, wgmma_candidates, wgmma_cost
+from nf4_kernels.plan.wgmma import WGMMA_COSTS, WGMMA_INSTANCES, WgmmaCosts, wgmma_candidates, wgmma_cost
 
 SHAPES = [(8192, 8192), (25600, 5120), (5120, 25600), (6144, 4096), (1024, 8192), (28672, 8192), (4096, 14336)]
 # Of each instance some for one to six of its tiles.
@@ -67,22 +67,3 @@ def test_a_file_in_and_a_table_out(
     for instance, costs in table.items():
         expected = dataclasses.asdict(WGMMA_COSTS[instance])
         assert dataclasses.asdict(costs) == pytest.approx(expected, rel=1e-3, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [({"m": "many"}, "launch 0 is not one"), ({"microseconds": -1}, "launch 0 takes -1.0 microseconds")],
-)
-def test_a_launch_that_is_none_is_named(
-    change: dict[str, object],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    row = {"m": 16, "n": 64, "k": 256, **dataclasses.asdict(Wgmma(16, 2, 1)), "microseconds": 9.0}
-    file = tmp_path / "launches.json"
-    file.write_text(json.dumps({"multiprocessors": 132, "launches": [row | change]}))
-    monkeypatch.setattr(sys, "argv", ["fit_plan", str(file)])
-    assert fit_plan.main() == 1
-    assert said in capsys.readouterr().err

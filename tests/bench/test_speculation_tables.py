@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -47,11 +46,3 @@ def test_tables(written: Path) -> None:
     heads, _, line = speculation_steps(str(written)).splitlines()
     assert heads == "| model | tokens before | no draft token | 3 draft tokens | 7 draft tokens | commit |"
     assert line == "| Qwen3-32B | 500 | 6.25 | 8.00 (1.25) | 10.00 (1.60) | 0123abc |"
-
-
-def test_picture(written: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
-    from bench.plot import plot_speculation
-
-    plot_speculation(json.loads(written.read_text()), target := tmp_path / "plot.png")
-    assert target.read_bytes().startswith(b"\x89PNG")

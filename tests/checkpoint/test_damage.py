@@ -15,6 +15,7 @@ from server.checkpoint.base import CheckpointError
 from server.checkpoint.loading import load_model
 from tests.checkpoint.layouts import CPU, change_json, change_tensors, config_of, random_model, save_nf4, silent
 from tests.checkpoint.test_layouts import LLAMA
+from tests.moe_checkpoints import save_moe, tiny_moe
 
 Tensors = dict[str, torch.Tensor]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -25,6 +26,13 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole NF4 checkpoint."""
     model = random_model(config_of("llama", **{**LLAMA, "intermediate_size": 320, "hidden_size": 128}))
     return save_nf4(model, tmp_path_factory.mktemp("checkpoints") / "good")
+
+
+@pytest.fixture(scope="module")
+def good_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    save_moe(folder, tiny_moe("qwen3_moe"))
+    return folder
 
 
 def refused(folder: Path) -> str:
@@ -108,17 +116,18 @@ def test_damaged_tensors_are_named(
     ],
 )
 def test_a_header_that_lies_of_a_tensor(
-    good: Path, tmp_path: Path, change: Callable[[dict[str, Any], int], object]
+    good: Path, good_experts: Path, tmp_path: Path, change: Callable[[dict[str, Any], int], object]
 ) -> None:
-    bad = shutil.copytree(good, tmp_path / "bad")
-    file = bad / "model.safetensors"
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    change(header[UP], len(data) - 8 - length)
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    refused(bad)
+    for folder, name in ((good, UP), (good_experts, "model.layers.1.mlp.experts.3.up_proj.weight")):
+        bad = shutil.copytree(folder, tmp_path / folder.name)
+        file = bad / "model.safetensors"
+        data = file.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        change(header[name], len(data) - 8 - length)
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        refused(bad)
 
 
 @pytest.mark.parametrize("kept", [0, 7, 8, 100, 5000, -1])

@@ -14,6 +14,7 @@ from nf4_kernels.reference import dequantize
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.dummy import dummy_model
 from server.checkpoint.experts.module import NF4Experts
+from tests.checkpoint.layouts import CPU, silent
 
 MODELS = Path(__file__).parents[2] / "bench" / "models"
 SMALL = {
@@ -21,11 +22,6 @@ SMALL = {
     "num_key_value_heads": 2, "vocab_size": 200, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "moe_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8,
 }  # fmt: skip
-CPU = torch.device("cpu")
-
-
-def silent(stage: str, fraction: float) -> None:
-    assert 0.0 <= fraction <= 1.0, stage
 
 
 @pytest.mark.parametrize("name", sorted(folder.name for folder in MODELS.iterdir()))

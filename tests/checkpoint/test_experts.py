@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from server.checkpoint.experts.module import NF4Experts
 from server.checkpoint.experts.names import Place, described, place_of, router_of
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.loading import load_model
-from tests.moe_checkpoints import FAMILIES, is_projection, save_moe, tiny_moe, unsloth_gpt_oss
+from tests.moe_checkpoints import FAMILIES, is_projection, nowhere, save_moe, tiny_moe, unsloth_gpt_oss
 
 PAGE = Path(__file__).parents[2] / "docs" / "models-experts.md"
 CPU = torch.device("cpu")
@@ -92,7 +93,7 @@ def test_rows_of_gates_and_ups_that_take_turns_are_put_in_order_exactly(tmp_path
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_models_have_experts_of_the_same_kind(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    save_moe(tmp_path, tiny_moe(family), lambda name: False)
+    save_moe(tmp_path, tiny_moe(family), nowhere)
     experts = experts_of(load_model(tmp_path, CPU, dtype, lambda *_: None))
     assert {module.activation for module in experts} == {"swiglu_oai" if family == "gpt_oss" else "silu"}
     for module in experts:
@@ -114,7 +115,7 @@ def test_a_few_16_bit_experts_among_those_in_nf4_are_quantized_and_it_is_said(
 
 def test_the_memory_check_counts_experts_as_they_are_held(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 32}
-    for kind, in_nf4 in (("16 bit", lambda name: False), ("nf4", is_projection)):
+    for kind, in_nf4 in (("16 bit", nowhere), ("nf4", is_projection)):
         folder = tmp_path / kind
         folder.mkdir()
         save_moe(folder, tiny_moe("qwen3_moe", **sizes), in_nf4)
@@ -208,14 +209,18 @@ def _renumbered(tensors: Tensors) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_expert_is_refused_by_name(damage: Callable[[Tensors], object], message: str, tmp_path: Path) -> None:
-    save_moe(tmp_path, tiny_moe("qwen3_moe"))
-    tensors = load_file(tmp_path / "model.safetensors")
+    check_refusal(tmp_path, damage, message)
+
+
+def check_refusal(folder: Path, damage: Callable[[Tensors], object], message: str, **saved: Any) -> None:
+    save_moe(folder, tiny_moe("qwen3_moe"), **saved)
+    tensors = load_file(folder / "model.safetensors")
     damage(tensors)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=message) as caught:
-        load(tmp_path)
+        load(folder)
     assert "\n" not in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
+    assert str(folder) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -230,15 +235,16 @@ def test_a_damaged_expert_is_refused_by_name(damage: Callable[[Tensors], object]
 def test_a_damaged_16_bit_expert_is_refused_by_name(
     damage: Callable[[Tensors], object], message: str, tmp_path: Path
 ) -> None:
-    save_moe(tmp_path, tiny_moe("qwen3_moe"), in_nf4=lambda name: False)
-    tensors = load_file(tmp_path / "model.safetensors")
-    damage(tensors)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=message):
-        load(tmp_path)
+    check_refusal(tmp_path, damage, message, in_nf4=nowhere)
 
 
-@pytest.mark.parametrize("seed", range(40))
+def test_too_many_scales_are_no_other_experts(tmp_path: Path) -> None:
+    """Plain scales, which are joined: those that one expert has too many would be the next one's."""
+    damage = _replaced(f"{EXPERT}.absmax", lambda t: torch.cat((t, t)))
+    check_refusal(tmp_path, damage, f"{EXPERT} has 128 scales, its 64 blocks take one each", nested=False)
+
+
+@pytest.mark.parametrize("seed", range(16))
 def test_any_damaged_bytes_are_refused_or_are_weights(seed: int, tmp_path: Path) -> None:
     """Bytes of the file replaced at random: an error in one line, never another exception."""
     save_moe(tmp_path, tiny_moe("qwen3_moe", num_hidden_layers=1, num_experts=4))
@@ -259,15 +265,6 @@ def test_any_damaged_bytes_are_refused_or_are_weights(seed: int, tmp_path: Path)
     except CheckpointError as e:
         said = str(e)
     assert "\n" not in said
-
-
-def test_experts_in_fp4_are_refused_by_name(tmp_path: Path) -> None:
-    save_moe(tmp_path, tiny_moe("qwen3_moe"))
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors = {name.replace("bitsandbytes__nf4", "bitsandbytes__fp4"): tensor for name, tensor in tensors.items()}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight: experts and routers in FP4"):
-        load(tmp_path)
 
 
 def test_nf4_along_the_inputs_is_refused_by_name(tmp_path: Path) -> None:

@@ -14,12 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.loading import load_model
 from server.checkpoint.source import resolve_checkpoint
-
-CPU = torch.device("cpu")
-
-
-def silent(stage: str, fraction: float) -> None:
-    assert 0.0 <= fraction <= 1.0, stage
+from tests.checkpoint.layouts import CPU, silent
 
 
 @pytest.fixture
@@ -66,15 +61,6 @@ def test_a_missing_tensor_is_refused_by_name(bf16_folder: Path) -> None:
     del tensors["model.layers.0.self_attn.k_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"missing keys: model\.layers\.0\.self_attn\.k_proj\.weight"):
-        load_model(bf16_folder, CPU, torch.float32, silent)
-
-
-def test_a_tensor_of_the_wrong_shape_is_refused(bf16_folder: Path) -> None:
-    file = bf16_folder / "model.safetensors"
-    tensors = load_file(file)
-    tensors["lm_head.weight"] = torch.zeros(128, 64, dtype=torch.bfloat16)
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=str(bf16_folder)):
         load_model(bf16_folder, CPU, torch.float32, silent)
 
 

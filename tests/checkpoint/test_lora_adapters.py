@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"trainable_token_indices": ["x"]}, "trainable_token_indices must be numbers of tokens"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "adapted parameters (target_parameters) is not served"),
         ({"peft_type": "IA3"}, "only LORA is served"),
+        ({"use_dora": True}, "has no lora_magnitude_vector"),
         ({"task_type": "SEQ_CLS"}, "only CAUSAL_LM is served"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
         ({"lora_alpha": None}, "lora_alpha and alpha_pattern must be numbers"),
@@ -88,4 +89,7 @@ def test_damaged_and_pickled_files_are_refused(folder: Path, tmp_path: Path) -> 
         read_adapter(bad, torch.float32)
     weights.rename(bad / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle"):
+        read_adapter(bad, torch.float32)
+    (bad / "adapter_model.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: missing"):
         read_adapter(bad, torch.float32)

@@ -19,13 +19,10 @@ from server.checkpoint.adapter_files import check_adapter
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.source import resolve_checkpoint
 from server.config import Config
+from tests.checkpoint.layouts import silent
 
 REFUSED = httpx.Response(401, request=httpx.Request("GET", "http://hub"))
 Usage = namedtuple("Usage", "total used free")
-
-
-def silent(stage: str, fraction: float) -> None:
-    pass
 
 
 def test_a_gguf_file_or_folder_is_named_with_what_to_do(tmp_path: Path) -> None:

@@ -10,7 +10,15 @@ import pytest
 
 from nf4_kernels import cpu
 from tests.engine.layers.test_written_layers import WRITTEN_MIXTURES
-from tests.moe_checkpoints import FAMILIES, is_projection, save_moe, separate_experts, tiny_moe, unsloth_gpt_oss
+from tests.moe_checkpoints import (
+    FAMILIES,
+    is_projection,
+    nowhere,
+    save_moe,
+    separate_experts,
+    tiny_moe,
+    unsloth_gpt_oss,
+)
 from tests.nf4_kernels.weights import FIXED_POINT
 from tests.parallel.rank import EAGER, Answers, answers, answers_of_ranks
 
@@ -38,10 +46,6 @@ def saved(family: str, sizes: dict[str, Any] | None = None, **options: Any) -> S
     if family in renames:
         options = {"rename": renames[family], **options}
     return lambda folder: save_moe(folder, tiny_moe(family, **sizes), **options)
-
-
-def nowhere(name: str) -> bool:
-    return False
 
 
 def also_routers(name: str) -> bool:

@@ -26,20 +26,16 @@ from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.model.projections import replace_projections, weight_bytes
 from server.types import GenerateRequest, LoadAdapter, RequestOutput
 from tests.adapters import ALL_PROJECTIONS, save_adapter
+from tests.checkpoint.layouts import CPU, silent
 from tests.engine.factories import make_request, run_together
 from tests.engine.model.test_hidden_states import embedding_of, state
 from tests.engine.models import tiny_model
 from tests.parallel.test_families import SIZES
 
-CPU = torch.device("cpu")
 RANKS = 2
 Both = tuple[dict[str, list[RequestOutput]], dict[str, list[RequestOutput]]]
 """The outputs of one rank and of several, by request."""
 JSON_GRAMMAR = '{"grammars":[{"json_schema":{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}}]}'
-
-
-def silent(stage: str, fraction: float) -> None:
-    assert 0.0 <= fraction <= 1.0, stage
 
 
 def failed(reason: str, fatal: bool) -> None:
@@ -233,9 +229,3 @@ def test_ranks_end_where_there_is_no_room_for_their_sockets(monkeypatch: pytest.
 def test_only_a_known_number_of_ranks_is_started_early() -> None:
     assert processes_of(EngineConfig(tensor_parallel_size="auto"), []) == []
     assert processes_of(EngineConfig(), []) == []
-
-
-def test_embeddings_and_speculation_go_with_several_ranks() -> None:
-    config = EngineConfig(tensor_parallel_size=2, embeddings=True, speculation="lookup")
-    assert config.embeddings
-    assert config.speculation == "lookup"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, PreTrainedModel
 
-from tests.api.images.hostile_images import hostile_images
 from tests.api.images.image_models import encoded, image_part, picture, write_image_model
 from tests.checkpoint.layouts import reference_model
 from tests.conftest import RunningServer, start_server
@@ -132,7 +130,7 @@ def test_images_are_counted(served: Served) -> None:
         ("nf4_image_feature_hits_total", 1),
     ):
         assert after[name] - before[name] == count, name
-    assert 0 < after["nf4_image_tower_seconds_total"] - before["nf4_image_tower_seconds_total"] < 10
+    assert after["nf4_image_tower_seconds_total"] > before["nf4_image_tower_seconds_total"]
 
 
 REFUSED: dict[str, tuple[Any, str, str]] = {
@@ -180,38 +178,6 @@ def test_the_second_of_two_images_is_named(served: Served) -> None:
     response = served.ask([image_part(encoded(picture(1))), image_part(encoded(picture(2))[:60])])
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages[0].content[1].image_url"
-
-
-@pytest.mark.slow
-def test_two_hundred_hostile_images(served: Served) -> None:
-    """Each is an answer or a 400 that names the image; the engine stays the one it was and streams to others."""
-
-    def engine() -> list[str]:
-        names = ("nf4_engine_up", "nf4_engine_restarts_total", 'nf4_request_success_total{finished_reason="error')
-        return [
-            line for line in httpx.get(f"{served.server.base_url}/metrics").text.splitlines() if line.startswith(names)
-        ]
-
-    good = [{"type": "text", "text": "What is it?"}, image_part(encoded(picture(1)))]
-    before, wanted = engine(), answer(served.ask(good))
-    made = hostile_images(200)
-    with ThreadPoolExecutor(4) as pool:
-        asked = pool.map(lambda image: served.ask([image_part(image[1])], max_tokens=1), made)
-        meanwhile = pool.map(lambda _: answer(served.ask(good)), range(20))
-        assert list(meanwhile) == [wanted] * 20
-        counts = {200: 0, 400: 0}
-        for (kind, _), response in zip(made, asked, strict=True):
-            assert response.status_code in counts, (kind, response.text)
-            counts[response.status_code] += 1
-            if response.status_code == 400:
-                error = response.json()["error"]
-                assert error["param"] == "messages[0].content[0].image_url", (kind, error)
-                assert "\n" not in error["message"]
-                assert "ended" not in error["message"], (kind, error)
-    assert counts[400] > 120
-    assert counts[200] > 30
-    assert answer(served.ask(good)) == wanted
-    assert engine() == before
 
 
 def test_responses_and_messages_have_the_same_prompt(served: Served) -> None:

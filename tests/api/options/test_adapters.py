@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.adapters import ALL_PROJECTIONS, save_adapter
 from tests.api.conftest import MODEL, chat_body, user
 from tests.conftest import RunningServer, engine_pid, start_server
 from tests.prompts import CHATS
 from tests.reference import Reference
+
+pytestmark = pytest.mark.rest
 
 FIXED = "fixed"
 
@@ -135,29 +133,6 @@ def test_load_and_unload_while_a_stream_runs(http: httpx.Client, adapters: Path)
     assert (answer(http, "again"), answer(http, MODEL), answer(http, FIXED)) == (alone, base, fixed)
 
 
-@pytest.mark.slow  # tests/engine/model/test_lora.py has such batches
-def test_two_adapters_and_the_base_in_one_batch(http: httpx.Client, adapters: Path) -> None:
-    assert load(http, "two", adapters / "two").status_code == 200
-    names = [MODEL, FIXED, "two"]
-    alone = {name: answer(http, name) for name in names}
-    assert len(set(alone.values())) == 3
-    with ExitStack() as streams:
-        lines: dict[str, Iterator[str]] = {}
-        for name in names:
-            body = chat_body(model=name, messages=CHATS[0], max_tokens=60, stream=True, ignore_eos=True)
-            stream = streams.enter_context(http.stream("POST", "/v1/chat/completions", json=body))
-            lines[name] = (line for line in stream.iter_lines() if line.startswith("data: {"))
-            next(lines[name])
-        metrics = http.get("/metrics").text
-        found = {name: [json.loads(line[6:])["choices"][0] for line in own] for name, own in lines.items()}
-    assert re.search(r"nf4_num_requests_running\{[^}]*\} 3\.0", metrics)
-    assert re.search(r'nf4_lora_requests_info\{max_lora="2",.*running_lora_adapters="fixed,two"', metrics)
-    for name, choices in found.items():
-        text = "".join(choice["delta"].get("content") or "" for choice in choices)
-        assert text.startswith(alone[name])
-        assert choices[-1]["finish_reason"] == "length"
-
-
 def test_load_inplace_replaces(http: httpx.Client, adapters: Path) -> None:
     assert load(http, "x", adapters / "one").status_code == 200
     first = answer(http, "x")
@@ -174,27 +149,12 @@ def test_what_cannot_be_loaded(http: httpx.Client, adapters: Path, tmp_path: Pat
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "lora_path")
     assert load(http, "x", "a\0b").status_code == 404
     assert load(http, MODEL, adapters / "two").json()["error"]["param"] == "lora_name"
-    shutil.copytree(adapters / "two", tmp_path / "dora")
-    config = json.loads((tmp_path / "dora" / "adapter_config.json").read_text())
-    (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    refused = load(http, "x", tmp_path / "dora")
-    assert (refused.status_code, "has no lora_magnitude_vector" in refused.text) == (400, True)
-    weights = tmp_path / "files" / "adapter_model.safetensors"
-    shutil.copytree(adapters / "two", weights.parent)
-    first = next(iter(load_file(weights)))
-    for change, complaint in (
-        (lambda tensors: tensors | {first: torch.ones(8, 5)}, "takes 5 and gives"),
-        (lambda tensors: tensors | {first: torch.ones(9, 576)}, "do not fit together"),
-        (lambda tensors: {name.replace("q_proj", "other_proj"): t for name, t in tensors.items()}, "other_proj"),
-    ):
-        save_file(change(load_file(adapters / "two" / weights.name)), weights)
-        refused = load(http, "x", weights.parent)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_adapter")
-        assert complaint in refused.json()["error"]["message"]
+    # tests/checkpoint/test_lora_adapters.py has all that is refused.
+    weights = shutil.copytree(adapters / "two", tmp_path / "files") / "adapter_model.safetensors"
     weights.rename(weights.with_suffix(".bin"))
-    assert "adapter_model.bin is a pickle" in load(http, "x", weights.parent).json()["error"]["message"]
-    weights.with_suffix(".bin").unlink()
-    assert "adapter_model.safetensors: missing" in load(http, "x", weights.parent).json()["error"]["message"]
+    refused = load(http, "x", weights.parent)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_adapter")
+    assert "adapter_model.bin is a pickle" in refused.json()["error"]["message"]
     for document in ({"lora_name": "x"}, {"lora_path": "y"}, {}):
         assert http.post("/v1/load_lora_adapter", json=document).status_code == 400
     unknown = http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "y", "lora_id": 1})
@@ -214,13 +174,3 @@ def test_adapters_survive_the_engine(http: httpx.Client, server: RunningServer, 
         time.sleep(0.1)
     assert list(models(http)) == [MODEL, FIXED, "two"]
     assert (answer(http, "two"), answer(http, FIXED)) == before
-
-
-@pytest.mark.slow
-def test_a_configured_adapter_that_cannot_be_served_ends_the_start(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(json.dumps({"engine": {"lora_modules": [{"name": "a", "path": "/nothing"}]}}))
-    with (
-        pytest.raises(RuntimeError, match=r"/nothing/adapter_config.json: No such file"),
-        start_server(tmp_path / "log", "--config", str(tmp_path / "config.yaml")),
-    ):
-        pass

@@ -47,16 +47,3 @@ def test_answers_are_those_without(http: httpx.Client, draft_folder: Path, tmp_p
     assert (got["message"], got["finish_reason"]) == (expected["message"], expected["finish_reason"])
     (counted,) = re.findall(r"^nf4_spec_decode_num_draft_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
     assert float(counted) == got["timings"]["draft_tokens"] > 0
-
-
-@pytest.mark.slow
-def test_another_tokenizer_ends_the_start_with_its_reason(draft_folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(draft_folder, other)
-    path = other / "tokenizer.json"
-    path.write_text(path.read_text().replace('"<|im_start|>"', '"<|begin|>"'))
-    with (
-        pytest.raises(RuntimeError, match=r"its tokenizer is not that of .*<\|begin\|>' \(none there, 1 here"),
-        start_server(tmp_path / "log", *configuration(tmp_path, other)),
-    ):
-        pass

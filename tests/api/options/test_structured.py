@@ -20,9 +20,8 @@ from tests.api.options.schemas import ALL
 CHAT = "/v1/chat/completions"
 
 
-def test_a_hundred_schemas(long_context: httpx.Client) -> None:
+def test_schemas_of_all_kinds(long_context: httpx.Client) -> None:
     """Sampled at random; every finished answer validates, and one that was cut says so."""
-    assert len(ALL) > 100
 
     def ask(name: str) -> tuple[str, int, dict[str, Any]]:
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ALL[name], "strict": True}}

@@ -16,7 +16,7 @@ from server.checkpoint.sharding.shards import Shard
 from server.engine.runtime.model.projections import replace_projections
 from tests.checkpoint.layouts import CPU, save_nf4, silent
 from tests.engine.models import tiny_model
-from tests.moe_checkpoints import save_moe, tiny_moe, unsloth_gpt_oss
+from tests.moe_checkpoints import nowhere, save_moe, tiny_moe, unsloth_gpt_oss
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 1024, "moe_intermediate_size": 1024, "num_attention_heads": 8,
@@ -24,10 +24,6 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 # 9 scale blocks, so that each of two ranks has 5.
 PADDED = {"intermediate_size": 576, "moe_intermediate_size": 576}
-
-
-def nowhere(name: str) -> bool:
-    return False
 
 
 def counted_and_held(folder: Path, count: int) -> list[tuple[int, int]]:

@@ -30,12 +30,11 @@ from server.checkpoint.sharding.sharded import load_shard
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, possible_counts, shard_config
 from server.checkpoint.sharding.slices import cut_linear
 from server.engine.runtime.model.projections import NF4Linear
-from tests.checkpoint.layouts import change_json, change_tensors, save_nf4
+from tests.checkpoint.layouts import CPU, change_json, change_tensors, save_nf4, silent
 from tests.engine.models import tiny_model
 from tests.nf4_kernels.cuda.cuda_weights import gpu
 from tests.nf4_kernels.weights import quantized
 
-CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
     "hidden_size": 192,
     "intermediate_size": 768,
@@ -44,10 +43,6 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "num_hidden_layers": 1,
 }
-
-
-def silent(stage: str, fraction: float) -> None:
-    assert 0.0 <= fraction <= 1.0, stage
 
 
 def _dequantized(layer: Any) -> torch.Tensor:

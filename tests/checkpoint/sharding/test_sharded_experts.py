@@ -21,10 +21,11 @@ from server.checkpoint.sharding.sharded import load_shard
 from server.checkpoint.sharding.shards import Shard, check_count, possible_counts
 from server.checkpoint.sharding.widths import part_of_width, range_of
 from server.engine.runtime.model.projections import replace_projections
-from tests.moe_checkpoints import is_projection, save_moe, tiny_moe, unsloth_gpt_oss
+from tests.checkpoint.layouts import CPU, silent
+from tests.checkpoint.test_experts import experts_of
+from tests.moe_checkpoints import is_projection, nowhere, save_moe, tiny_moe, unsloth_gpt_oss
 from tests.nf4_kernels.weights import quantized
 
-CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 512, "moe_intermediate_size": 512, "num_attention_heads": 8,
     "num_key_value_heads": 8, "head_dim": 64,
@@ -32,24 +33,8 @@ SIZES: dict[str, Any] = {
 PADDED = {"intermediate_size": 576, "moe_intermediate_size": 576}
 
 
-def unchanged(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: tensor}
-
-
-def nowhere(name: str) -> bool:
-    return False
-
-
-def silent(stage: str, fraction: float) -> None:
-    assert 0.0 <= fraction <= 1.0, stage
-
-
 def shard_of(folder: Path, rank: int, count: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return load_shard(folder, CPU, dtype, silent, Shard(rank, count)).model
-
-
-def experts_of(model: PreTrainedModel) -> list[NF4Experts]:
-    return [module for module in model.modules() if isinstance(module, NF4Experts)]
 
 
 def compare(own: NF4Experts, whole: NF4Experts, rank: int, each: int) -> None:

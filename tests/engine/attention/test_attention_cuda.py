@@ -20,14 +20,13 @@ from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span, Spans
 from tests.engine.attention.complex_rotary import rotated
+from tests.engine.attention.test_paged_cuda import BLOCK, CAPPED, DEVICE, PLAIN, make_batch
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-DEVICE = torch.device("cuda", 0)
-BLOCK = 16
 SHAPES = [LayerShape(2, 128, 128, 8)] * 4
 OPTIONS = [
     AttentionOptions(128**-0.5),
@@ -35,18 +34,6 @@ OPTIONS = [
     AttentionOptions(0.1, window=64, sinks=True),
     AttentionOptions(128**-0.5, sinks=True),
 ]
-
-
-def make_batch(pieces: list[tuple[int, int]], tables: list[tuple[int, ...]]) -> Batch:
-    """A step in which sequence i computes tokens [start, end) = pieces[i]; those of one token first."""
-    spans, slots, row = [], [], 0
-    for (start, end), table in zip(pieces, tables, strict=True):
-        spans.append(Span(row, start, end - start, table[: -(-end // BLOCK)]))
-        slots += [table[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, end)]
-        row += end - start
-    numbers = torch.tensor(slots, device=DEVICE)
-    singles = sum(span.length == 1 for span in spans)
-    return Batch(numbers, numbers, numbers, numbers, Spans.of(spans), singles)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +83,6 @@ def test_a_step_attends_as_the_reference(earlier: list[int], now: list[int], by_
             assert (found - expected).abs().max() < 0.03, f"layer {layer}"
 
 
-CAPPED = AttentionOptions(0.2, window=300, softcap=3.0)
-PLAIN = AttentionOptions(0.09)
 SINKS = AttentionOptions(0.125, window=128, sinks=True)
 
 

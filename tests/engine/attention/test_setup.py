@@ -140,15 +140,6 @@ def used(_: object) -> None:
     raise AssertionError("FlashInfer was used")
 
 
-def test_without_flashinfer_the_log_says_what_is_slower(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert load_in_background(KINDS, 16, torch.bfloat16, META, used) is None
-    assert "FlashInfer is not installed" in caplog.text
-
-
 def test_nothing_is_loaded_for_layers_that_flashinfer_does_not_take() -> None:
     assert load_in_background(KINDS[1:], 16, torch.bfloat16, META, used) is None
     assert load_in_background(KINDS, 16, torch.float32, META, used) is None

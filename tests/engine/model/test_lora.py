@@ -54,11 +54,15 @@ def expected(model: PreTrainedModel | PeftModel, prompt: list[int]) -> list[int]
     return ids[len(prompt) :]
 
 
-def engine_with(folder: Path, names: list[str], **options: Any) -> Engine:
+def config_with(folder: Path, *names: str, **options: Any) -> EngineConfig:
     modules = tuple(LoraModule(name=name, path=folder / name) for name in names)
-    settings: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 2**22, "max_num_batched_tokens": 32, **options}
-    config = EngineConfig(lora_modules=modules, **settings)
-    return Engine(build_runner(tiny_model("llama"), config), config)
+    settings = {"device": "cpu", "kv_cache_bytes": 2**22, "enforce_eager": True, "max_num_batched_tokens": 32}
+    return EngineConfig(lora_modules=modules, **{**settings, **options})
+
+
+def engine_with(folder: Path, names: list[str], family: str = "llama", **options: Any) -> Engine:
+    config = config_with(folder, *names, **options)
+    return Engine(build_runner(tiny_model(family), config), config)
 
 
 def start(engine: Engine, request_id: str, prompt: list[int], adapter: str | None, tokens: int = TOKENS) -> None:
@@ -75,35 +79,37 @@ def finish(engine: Engine) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_adapters_and_base_in_one_batch_equal_peft_with_each_alone(
-    folder: Path, eager: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = engine_with(folder, list(ADAPTERS), enforce_eager=eager)
-    assert not [r for r in caplog.records if r.name.startswith("server")]
+def oracle(folder: Path, name: str | None, family: str = "llama", **overrides: Any) -> PreTrainedModel | PeftModel:
+    """PEFT with one of folder's adapters; None: the base alone."""
+    model = tiny_model(family, **overrides)
+    return model if name is None else with_adapter(model, folder / name)
+
+
+def check_answers(engine: Engine, folder: Path, *names: str, **model: Any) -> None:
+    """All prompts with each adapter and without, in one batch, get what PEFT computes for each alone."""
     wanted: dict[str, list[int]] = {}
-    for name in [None, *ADAPTERS]:
-        model = tiny_model("llama")
-        oracle = model if name is None else with_adapter(model, folder / name)
-        wanted |= {f"{name} {i}": expected(oracle, prompt) for i, prompt in enumerate(PROMPTS)}
+    for name in (None, *names):
+        peft = oracle(folder, name, **model)
+        wanted |= {f"{name} {i}": expected(peft, prompt) for i, prompt in enumerate(PROMPTS)}
     # Neighbours in the batch differ in their adapters.
     for i, prompt in enumerate(PROMPTS):
-        for name in [None, *ADAPTERS]:
+        for name in (None, *names):
             start(engine, f"{name} {i}", prompt, name)
     assert finish(engine) == wanted
-    answers = [{tuple(wanted[f"{name} {i}"]) for name in [None, *ADAPTERS]} for i in range(len(PROMPTS))]
-    assert all(len(different) == len(ADAPTERS) + 1 for different in answers)  # the adapters matter
+    assert any(wanted[f"{names[0]} {i}"] != wanted[f"None {i}"] for i in range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize(("eager", "few"), [(True, lora.FEW), (False, lora.FEW), (True, 0), (True, 10**6)])
+def test_adapters_and_base_in_one_batch(folder: Path, eager: bool, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """few: how many tokens go row by row."""
+    monkeypatch.setattr(lora, "FEW", few)
+    check_answers(engine_with(folder, list(ADAPTERS), enforce_eager=eager), folder, *ADAPTERS)
 
 
 def test_the_prefix_cache_keeps_adapters_apart(folder: Path) -> None:
     prompt = list(range(3, 60))
-    engine = engine_with(folder, ["all", "attention"], enforce_eager=True, block_size=4)
-    wanted = {
-        name: expected(
-            tiny_model("llama") if name is None else with_adapter(tiny_model("llama"), folder / name), prompt
-        )
-        for name in (None, "all", "attention")
-    }
+    engine = engine_with(folder, ["all", "attention"], block_size=4)
+    wanted = {name: expected(oracle(folder, name), prompt) for name in (None, "all", "attention")}
     for turn in range(2):
         for name, tokens in wanted.items():
             start(engine, f"{name} {turn}", prompt, name)
@@ -113,7 +119,7 @@ def test_the_prefix_cache_keeps_adapters_apart(folder: Path) -> None:
 
 
 def test_load_replace_and_unload_while_sequences_run(folder: Path) -> None:
-    engine = engine_with(folder, [], allow_runtime_lora=True, max_loras=2, enforce_eager=True)
+    engine = engine_with(folder, [], allow_runtime_lora=True, max_loras=2)
     adapters = engine._runner.adapters
     assert adapters is not None
     long = 4 * TOKENS
@@ -150,13 +156,11 @@ def test_load_replace_and_unload_while_sequences_run(folder: Path) -> None:
         found.setdefault(output.request_id, []).extend(output.new_token_ids)
     sources = {"base": None, "old": "all", "new": "attention", "y": "patterns"}
     for request_id, source in sources.items():
-        model = tiny_model("llama")
-        oracle = model if source is None else with_adapter(model, folder / source)
-        assert found[request_id][:TOKENS] == expected(oracle, prompt)
+        assert found[request_id][:TOKENS] == expected(oracle(folder, source), prompt)
 
 
 def test_an_unknown_adapter_is_an_error_of_that_request_only(folder: Path) -> None:
-    engine = engine_with(folder, ["all"], enforce_eager=True)
+    engine = engine_with(folder, ["all"])
     start(engine, "bad", [3, 4], "nobody")
     start(engine, "good", [3, 4], "all")
     outputs = [output for _ in range(TOKENS + 2) for output in engine.step().outputs]
@@ -164,23 +168,8 @@ def test_an_unknown_adapter_is_an_error_of_that_request_only(folder: Path) -> No
     assert sum(len(o.new_token_ids) for o in outputs if o.request_id == "good") == TOKENS
 
 
-@pytest.mark.parametrize("few", [0, 10**6])
-def test_row_by_row_and_all_at_once_are_the_same(folder: Path, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "FEW", few)
-    names = ["attention", "patterns", "all"]
-    engine = engine_with(folder, names, enforce_eager=True, max_num_batched_tokens=128)
-    for i, prompt in enumerate(PROMPTS):
-        for name in [*names, None]:
-            start(engine, f"{name} {i}", prompt, name)
-    found = finish(engine)
-    for name in [*names, None]:
-        model = tiny_model("llama")
-        oracle = model if name is None else with_adapter(model, folder / name)
-        assert [found[f"{name} {i}"] for i in range(len(PROMPTS))] == [expected(oracle, prompt) for prompt in PROMPTS]
-
-
 def test_a_graphs_gemms_add_what_is_not_masked(folder: Path) -> None:
-    engine = engine_with(folder, list(ADAPTERS), enforce_eager=True)
+    engine = engine_with(folder, list(ADAPTERS))
     linear, _ = engine._runner.adapters._table._modules["model.layers.0.mlp.up_proj"]
     x = torch.randn(1, 4, linear.in_features)
     others = torch.tensor([[True, True, True], [False, True, True], [True, True, False], [True, True, True]])
@@ -218,18 +207,4 @@ def test_other_bases_and_ranks_are_refused(folder: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3", "phi"])
 def test_families(family: str, tmp_path: Path) -> None:
     save_adapter(tiny_model(family), tmp_path / "a", 0, 0.3, r=4, target_modules="all-linear")
-    config = EngineConfig(
-        device="cpu",
-        kv_cache_bytes=2**22,
-        enforce_eager=True,
-        lora_modules=(LoraModule(name="a", path=tmp_path / "a"),),
-    )
-    engine = Engine(build_runner(tiny_model(family), config), config)
-    for i, prompt in enumerate(PROMPTS):
-        start(engine, f"a {i}", prompt, "a")
-        start(engine, f"None {i}", prompt, None)
-    found = finish(engine)
-    for i, prompt in enumerate(PROMPTS):
-        assert found[f"None {i}"] == expected(tiny_model(family), prompt)
-        assert found[f"a {i}"] == expected(with_adapter(tiny_model(family), tmp_path / "a"), prompt)
-        assert found[f"a {i}"] != found[f"None {i}"]
+    check_answers(engine_with(tmp_path, ["a"], family), tmp_path, "a", family=family)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.loading import load_model
 from server.checkpoint.lora import read_adapter
-from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.runtime.model.lora import adding_masked
 from server.engine.runtime.preparation.assembly import build_runner
@@ -22,7 +22,7 @@ from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
 from tests.checkpoint.layouts import CPU, config_of, random_model, reference_model, save_nf4, silent
 from tests.checkpoint.multimodal import CLASSES
 from tests.checkpoint.test_layouts import LLAMA
-from tests.engine.model.test_lora import PROMPTS, expected, finish, start
+from tests.engine.model.test_lora import PROMPTS, check_answers, config_with, expected, finish, start
 from tests.engine.models import tiny_model
 
 ATTENTION = ["q_proj", "v_proj", "o_proj"]
@@ -67,27 +67,26 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def config_with(folder: Path, *names: str, **options: Any) -> EngineConfig:
-    modules = tuple(LoraModule(name=name, path=folder / name) for name in names)
-    settings = {"device": "cpu", "kv_cache_bytes": 2**22, "enforce_eager": True, "max_num_batched_tokens": 32}
-    return EngineConfig(lora_modules=modules, **{**settings, **options})
-
-
 def check(family: str, overrides: dict[str, Any], folder: Path, **options: Any) -> None:
     """The adapter a in folder, another one, and the base, together in one batch, as PEFT computes each alone."""
     save_adapter(tiny_model(family, **overrides), folder / "plain", 1, 0.3, r=3, target_modules=["o_proj"])
     config = config_with(folder, "a", "plain", **options)
     engine = Engine(build_runner(tiny_model(family, **overrides), config), config)
-    wanted = {}
-    for name in (None, "a", "plain"):
-        model = tiny_model(family, **overrides)
-        oracle = model if name is None else with_adapter(model, folder / name)
-        wanted |= {f"{name} {i}": expected(oracle, prompt) for i, prompt in enumerate(PROMPTS)}
+    check_answers(engine, folder, "a", "plain", family=family, **overrides)
+
+
+def answers(model: torch.nn.Module, folder: Path) -> list[list[int]]:
+    """The engine's answers to all prompts with the adapter a."""
+    config = config_with(folder, "a")
+    engine = Engine(build_runner(model, config), config)
     for i, prompt in enumerate(PROMPTS):
-        for name in (None, "a", "plain"):
-            start(engine, f"{name} {i}", prompt, name)
-    assert finish(engine) == wanted
-    assert any(wanted[f"a {i}"] != wanted[f"None {i}"] for i in range(len(PROMPTS)))
+        start(engine, str(i), prompt, "a")
+    return list(finish(engine).values())
+
+
+def peft_answers(model: PreTrainedModel, folder: Path) -> list[list[int]]:
+    """PEFT's."""
+    return [expected(with_adapter(model, folder / "a"), prompt) for prompt in PROMPTS]
 
 
 def compare(found: list[int], oracle: torch.nn.Module, prompt: list[int]) -> None:
@@ -148,13 +147,9 @@ def test_on_a_multimodal_base(prefix: str, tmp_path: Path) -> None:
     base = reference_model(folder, tmp_path / "reference")
     save_adapter(base, tmp_path / "a", 0, 0.3, r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     assert any("vision_tower" in name for name in _weights(tmp_path / "a"))
-    wanted = [expected(with_adapter(base, tmp_path / "a"), prompt) for prompt in PROMPTS]
+    wanted = peft_answers(base, tmp_path)
     _rename(tmp_path / "a", (r"base_model\.model\.model\.language_model\.", f"base_model.model.{prefix}"))
-    config = config_with(tmp_path, "a")
-    engine = Engine(build_runner(load_model(folder, CPU, torch.float32, silent), config), config)
-    for i, prompt in enumerate(PROMPTS):
-        start(engine, str(i), prompt, "a")
-    assert list(finish(engine).values()) == wanted
+    assert answers(load_model(folder, CPU, torch.float32, silent), tmp_path) == wanted
 
 
 def test_dora_in_written_layers(tmp_path: Path) -> None:
@@ -174,17 +169,13 @@ def _rename(folder: Path, *changes: tuple[str, str]) -> None:
 def test_names_of_other_classes(prefix: str, tmp_path: Path) -> None:
     """Adapters of a multimodal class on its text's class; the other way is the same rule."""
     save_adapter(tiny_model("llama"), tmp_path / "a", 0, 0.3, r=4, target_modules=ALL_PROJECTIONS)
-    config = config_with(tmp_path, "a")
-    wanted = [expected(with_adapter(tiny_model("llama"), tmp_path / "a"), prompt) for prompt in PROMPTS]
+    wanted = peft_answers(tiny_model("llama"), tmp_path)
     _rename(tmp_path / "a", (r"model\.model\.layers\.", f"model.{prefix}"))
     tower = "base_model.model.model.vision_tower.layers.0.self_attn.q_proj.lora_"
     tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
     tensors |= {f"{tower}A.weight": torch.ones(4, 8), f"{tower}B.weight": torch.ones(8, 4)}
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
-    engine = Engine(build_runner(tiny_model("llama"), config), config)
-    for i, prompt in enumerate(PROMPTS):
-        start(engine, str(i), prompt, "a")
-    assert list(finish(engine).values()) == wanted
+    assert answers(tiny_model("llama"), tmp_path) == wanted
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -208,13 +199,9 @@ def test_parts_of_a_fused_projection(tmp_path: Path) -> None:
         rows = iter(tensor.split([size for _, size in parts[fused]])) if "lora_B" in name else None
         for part, _ in parts[fused]:
             split[name.replace(fused, part)] = (tensor if rows is None else next(rows)).clone()
-    wanted = [expected(with_adapter(tiny_model("phi3"), tmp_path / "a"), prompt) for prompt in PROMPTS]
+    wanted = peft_answers(tiny_model("phi3"), tmp_path)
     save_file(split, tmp_path / "a" / "adapter_model.safetensors")
-    config = config_with(tmp_path, "a")
-    engine = Engine(build_runner(tiny_model("phi3"), config), config)
-    for i, prompt in enumerate(PROMPTS):
-        start(engine, str(i), prompt, "a")
-    assert list(finish(engine).values()) == wanted
+    assert answers(tiny_model("phi3"), tmp_path) == wanted
 
 
 def test_a_fused_projection_on_a_base_that_has_its_parts(tmp_path: Path) -> None:
@@ -228,13 +215,9 @@ def test_a_fused_projection_on_a_base_that_has_its_parts(tmp_path: Path) -> None
             tensors[f"{start_}{part}_proj.lora_A.weight"] = a.clone()
         fused |= {f"{start_}qkv_proj.lora_A.weight": a.clone(), f"{start_}qkv_proj.lora_B.weight": torch.cat(b)}
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
-    wanted = [expected(with_adapter(tiny_model("llama"), tmp_path / "a"), prompt) for prompt in PROMPTS]
+    wanted = peft_answers(tiny_model("llama"), tmp_path)
     save_file(fused, tmp_path / "a" / "adapter_model.safetensors")
-    config = config_with(tmp_path, "a")
-    engine = Engine(build_runner(tiny_model("llama"), config), config)
-    for i, prompt in enumerate(PROMPTS):
-        start(engine, str(i), prompt, "a")
-    assert list(finish(engine).values()) == wanted
+    assert answers(tiny_model("llama"), tmp_path) == wanted
 
 
 def test_what_graphs_run_equals_what_steps_run(tmp_path: Path) -> None:
@@ -256,57 +239,35 @@ def test_what_graphs_run_equals_what_steps_run(tmp_path: Path) -> None:
             torch.testing.assert_close(found, oracle(input_ids=ids[row : row + 1]).logits[0], rtol=1e-4, atol=1e-4)
 
 
+HEAD = {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]}
+MAGNITUDES = "base_model.model.model.embed_tokens.lora_magnitude_vector"
+
+
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "change", "complaint"),
     [
-        ({"modules_to_save": ["input_layernorm"]}, "a whole input_layernorm (modules_to_save) is not served"),
-        ({"modules_to_save": ["q_proj"], "target_modules": ["v_proj"]}, "a whole q_proj (modules_to_save)"),
-        ({"modules_to_save": ["norm"]}, "a whole norm (modules_to_save) is not served"),
+        ({"modules_to_save": ["input_layernorm"]}, {}, "a whole input_layernorm (modules_to_save) is not served"),
+        ({"modules_to_save": ["q_proj"]}, {}, "a whole q_proj (modules_to_save)"),
+        ({"modules_to_save": ["norm"]}, {}, "a whole norm (modules_to_save) is not served"),
+        ({"target_modules": ["lm_head"]}, {"base_model.model.lm_head.bias": torch.ones(128)},
+         "a trained bias of lm_head is not served"),
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, {MAGNITUDES: torch.ones(128)},
+         "embed_tokens has 128 magnitudes, it must have 64"),
+        (HEAD, {"base_model.model.lm_head.weight": torch.ones(130, 64)}, "a vocabulary of another size is not served"),
+        (HEAD, {"base_model.model.lm_head.weight": torch.full((128, 64), float("nan"))}, "not finite"),
+        ({"trainable_token_indices": [5, 9]}, None, "has 2 trained tokens, trainable_token_indices names 1"),
     ],
-)
-def test_what_is_not_served_is_refused_by_name(options: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_what_is_not_served_is_refused_by_name(
+    options: dict[str, Any], change: dict[str, torch.Tensor] | None, complaint: str, tmp_path: Path
+) -> None:
     save_adapter(tiny_model("llama"), tmp_path / "a", 0, 0.3, **{"r": 4, "target_modules": ["v_proj"], **options})
+    if change is None:
+        config = tmp_path / "a" / "adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"trainable_token_indices": [5]}))
+    else:
+        save_file(_weights(tmp_path / "a") | change, tmp_path / "a" / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=re.escape(complaint)):
-        build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
-
-
-def test_a_bias_of_the_output_layer_is_refused(tmp_path: Path) -> None:
-    save_adapter(tiny_model("llama"), tmp_path / "a", 0, r=2, target_modules=["lm_head"])
-    bias = {"base_model.model.lm_head.bias": torch.ones(128)}
-    save_file(_weights(tmp_path / "a") | bias, tmp_path / "a" / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="a trained bias of lm_head is not served"):
-        build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
-
-
-def test_magnitudes_that_do_not_fit(tmp_path: Path) -> None:
-    save_adapter(tiny_model("llama"), tmp_path / "a", 0, r=2, target_modules=["embed_tokens"], use_dora=True)
-    weights = _weights(tmp_path / "a")
-    name = next(name for name in weights if "embed_tokens.lora_magnitude_vector" in name)
-    assert weights[name].numel() == 64
-    save_file(weights | {name: torch.ones(128)}, tmp_path / "a" / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="embed_tokens has 128 magnitudes, it must have 64"):
-        build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"base_model.model.lm_head.weight": torch.ones(130, 64)}, "a vocabulary of another size is not served"),
-        ({"base_model.model.lm_head.weight": torch.full((128, 64), float("nan"))}, "not finite"),
-    ],
-)
-def test_output_layers_that_do_not_fit(change: dict[str, torch.Tensor], complaint: str, tmp_path: Path) -> None:
-    save_adapter(tiny_model("llama"), tmp_path / "a", 0, r=2, target_modules=["v_proj"], modules_to_save=["lm_head"])
-    save_file(_weights(tmp_path / "a") | change, tmp_path / "a" / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=complaint):
-        build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
-
-
-def test_tokens_that_the_configuration_does_not_name(tmp_path: Path) -> None:
-    save_adapter(tiny_model("llama"), tmp_path / "a", 0, r=2, target_modules=["v_proj"], trainable_token_indices=[5, 9])
-    config = tmp_path / "a" / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"trainable_token_indices": [5]}))
-    with pytest.raises(CheckpointError, match="has 2 trained tokens, trainable_token_indices names 1"):
         build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
 
 

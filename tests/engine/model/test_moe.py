@@ -34,6 +34,7 @@ from tests.moe_checkpoints import (
     save_moe,
     separate_experts,
     tiny_moe,
+    unchanged,
     unsloth_gpt_oss,
 )
 from tests.nf4_kernels.weights import FIXED_POINT
@@ -52,10 +53,6 @@ def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def unchanged(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: tensor}
 
 
 def experts_in(engine: Engine) -> int:
