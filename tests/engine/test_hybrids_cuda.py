@@ -24,6 +24,7 @@ pytestmark = [
 
 TOKENS = 24
 WIDE: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"hidden_size": 256, "shared_intermediate_size": 512, "mamba_d_head": 64, "mamba_d_state": 128},
     "lfm2": {"hidden_size": 256, "intermediate_size": 512},
     "qwen3_5_text": {
         "hidden_size": 256,
@@ -38,7 +39,7 @@ WIDE: dict[str, dict[str, Any]] = {
 LENGTHS = (5, 60, 64, 65, 1, 200, 33, 700, 2, 130)
 _OTHER_KERNELS = (
     "FusedRMSNormGated", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "causal_conv1d_fn",
-    "causal_conv1d_update",
+    "causal_conv1d_update", "mamba2_chunk_scan", "mamba2_selective_state_update",
 )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def _advance(p: GatedDelta, piece: Piece) -> torch.Tensor:
     from server.engine.runtime.layers.delta_kernels import convolve, load_states, shift, store_states
 
     given = convolve(p, piece)
-    shift(p, piece)
+    shift(p.qkv, p.conv_state, piece)
     o, states = _rule()(
         q=given.q[None],
         k=given.k[None],
@@ -64,12 +64,12 @@ def _advance(p: GatedDelta, piece: Piece) -> torch.Tensor:
         g=given.log_decay[None],
         beta=given.beta[None],
         scale=p.key_dim**-0.5,
-        initial_state=load_states(p, piece),
+        initial_state=load_states(p.state, piece),
         output_final_state=True,
         cu_seqlens=piece.bounds,
         chunk_indices=piece.chunks,
     )
-    store_states(p, piece, states)
+    store_states(p.state, piece, states)
     found: torch.Tensor = o[0]
     return found
 

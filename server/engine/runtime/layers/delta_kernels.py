@@ -46,26 +46,26 @@ def convolve(p: GatedDelta, piece: Piece) -> Convolved:
     return out
 
 
-def shift(p: GatedDelta, piece: Piece) -> None:
-    """Move the latest inputs of each sequence of a piece into its slot's convolution state."""
-    channels = p.qkv.shape[1]
+def shift(x: torch.Tensor, conv_state: torch.Tensor, piece: Piece) -> None:
+    """Move the latest inputs of each sequence of a piece, of x [T, C], into its slot of conv_state [slots, C, K - 1]."""
+    channels = x.shape[1]
     _shift[(len(piece.slots), triton.cdiv(channels, _CHANNELS))](
-        *(p.qkv, p.conv_state, piece.bounds, piece.slots, piece.has_state),
-        *(p.qkv.stride(0), p.conv_state.stride(0), channels, p.conv_weight.shape[1], _CHANNELS),
+        *(x, conv_state, piece.bounds, piece.slots, piece.has_state),
+        *(x.stride(0), conv_state.stride(0), channels, conv_state.shape[2] + 1, _CHANNELS),
         num_warps=4,
     )
 
 
-def load_states(p: GatedDelta, piece: Piece) -> torch.Tensor:
-    """The states float32 [S, Hv, dk, dv] with which a piece's sequences begin."""
-    states = torch.empty(len(piece.slots), *p.state.shape[1:], dtype=torch.float32, device=p.state.device)
-    _move_states(p, piece, states, False)
+def load_states(pool: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The states float32 [S, heads, ...] of a pool [slots, heads, ...] with which a piece's sequences begin."""
+    states = torch.empty(len(piece.slots), *pool.shape[1:], dtype=torch.float32, device=pool.device)
+    _move_states(pool, piece, states, False)
     return states
 
 
-def store_states(p: GatedDelta, piece: Piece, states: torch.Tensor) -> None:
+def store_states(pool: torch.Tensor, piece: Piece, states: torch.Tensor) -> None:
     """Write the states of a piece's sequences to their slots."""
-    _move_states(p, piece, states, True)
+    _move_states(pool, piece, states, True)
 
 
 def normalise(p: GatedDelta, o: torch.Tensor, out: torch.Tensor) -> None:
@@ -78,10 +78,10 @@ def normalise(p: GatedDelta, o: torch.Tensor, out: torch.Tensor) -> None:
     )
 
 
-def _move_states(p: GatedDelta, piece: Piece, states: torch.Tensor, stores: bool) -> None:
+def _move_states(pool: torch.Tensor, piece: Piece, states: torch.Tensor, stores: bool) -> None:
     elements = states[0].numel()
     _move[(len(piece.slots), triton.cdiv(elements, _STATE_BLOCK))](
-        *(p.state, states, piece.slots, piece.has_state, p.state.stride(0), elements, stores, _STATE_BLOCK),
+        *(pool, states, piece.slots, piece.has_state, pool.stride(0), elements, stores, _STATE_BLOCK),
         num_warps=8,
     )
 

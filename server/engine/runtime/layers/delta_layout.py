@@ -47,10 +47,34 @@ class Layout:
 
 def layout(p: GatedDelta, lengths: Sequence[int], slots: torch.Tensor, has_state: torch.Tensor) -> Layout:
     """The layout of chunks of these lengths, which lie one after the other; slots and has_state are on the device."""
-    pieces = [
-        _piece(begin, parts, slots, has_state) for begin, parts in _cut(lengths, max(CHUNK, max_tokens(p))) if parts
-    ]
+    return layout_within(max_tokens(p), lengths, slots, has_state)
+
+
+def layout_within(most: int, lengths: Sequence[int], slots: torch.Tensor, has_state: torch.Tensor) -> Layout:
+    """The same, with pieces of up to `most` rows, or of one CHUNK."""
+    pieces = [_piece(begin, parts, slots, has_state) for begin, parts in _cut(lengths, max(CHUNK, most)) if parts]
     return Layout(pieces, max(lengths, default=0))
+
+
+@dataclass(frozen=True)
+class Singles:
+    """What pieces of one token of each sequence have in common, made before graphs are captured, which read it."""
+
+    bounds: torch.Tensor
+    chunks: torch.Tensor
+    has_state: torch.Tensor
+
+    @classmethod
+    def of(cls, most: int, device: torch.device) -> Singles:
+        """For up to `most` sequences."""
+        bounds = torch.arange(most + 1, device=device)
+        chunks = torch.stack((bounds[:-1], torch.zeros_like(bounds[:-1])), 1)
+        return cls(bounds, chunks, torch.ones(most, dtype=torch.bool, device=device))
+
+    def piece(self, slots: torch.Tensor) -> Piece:
+        """The piece of sequences at these slots, all of which go on."""
+        count = slots.shape[0]
+        return Piece(0, count, self.bounds[: count + 1], self.chunks[:count], slots, self.has_state[:count])
 
 
 def max_tokens(p: GatedDelta) -> int:

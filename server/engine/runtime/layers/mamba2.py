@@ -11,12 +11,14 @@ from torch import nn
 from nf4_kernels import mamba2
 from nf4_kernels.gated_delta_params import Sequences
 from nf4_kernels.mamba2_params import Mamba2
+from server.engine.runtime.layers import delta_layout, mamba2_cuda
+from server.engine.runtime.layers.delta_layout import Singles
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
 from server.engine.runtime.layers.state_layers import StateMixer
 from server.engine.runtime.states import kinds
 from server.engine.runtime.states.kinds import StateKind
-from server.engine.runtime.states.pool import StatePool
+from server.engine.runtime.states.pool import StatePool, StateStep
 
 _PARTS = {"conv1d", "in_proj", "out_proj"}
 
@@ -55,7 +57,8 @@ class Mamba2Rule:
         parts = dict(module.named_children())
         modules = parts["in_proj"], parts["out_proj"]
         first, last = map(projection_of, modules)
-        return Mamba2Mixer(first, last, modules, self, pool, *pool.of_layer(index))
+        singles = Singles.of(max(pool.max_num_seqs, 2), pool.device)
+        return Mamba2Mixer(first, last, modules, self, singles, pool, *pool.of_layer(index))
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Mamba2Mixer(StateMixer):
     modules: tuple[nn.Module, nn.Module]
     """Those of the input and of the output."""
     rule: Mamba2Rule
+    singles: Singles
     pool: StatePool
     conv_state: torch.Tensor
     """[slots, C, K - 1] of the pool."""
@@ -97,11 +101,23 @@ class Mamba2Mixer(StateMixer):
         singles, tokens = step.singles.shape[0], columns.shape[0]
         parts = []
         if singles:
-            parts.append(mamba2.run(self._tensors(columns[:singles]), Sequences(step.singles)))
+            p = self._tensors(columns[:singles])
+            if p.xbc.is_cuda:
+                parts.append(mamba2_cuda.step(p, self.singles.piece(step.singles)))
+            else:
+                parts.append(mamba2.run(p, Sequences(step.singles)))
         if singles < tokens:
-            sequences = Sequences(step.chunks, step.query_start_loc, step.has_state)
-            parts.append(mamba2.run(self._tensors(columns[singles:]), sequences))
+            parts.append(self._chunks(self._tensors(columns[singles:]), step))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _chunks(self, p: Mamba2, step: StateStep) -> torch.Tensor:
+        if not p.xbc.is_cuda:
+            return mamba2.run(p, Sequences(step.chunks, step.query_start_loc, step.has_state))
+        kind = self.rule.kind
+        if kind not in step.shared:
+            most = mamba2_cuda.max_tokens(p)
+            step.shared[kind] = delta_layout.layout_within(most, step.lengths, step.chunks, step.has_state)
+        return mamba2_cuda.chunks(p, step.shared[kind])
 
     def _tensors(self, columns: torch.Tensor) -> Mamba2:
         rule = self.rule
@@ -122,7 +138,9 @@ def read_mamba2(module: nn.Module) -> Mamba2Rule | None:
         return None
     if not all(isinstance(size, int) for size in sizes) or limit is None or getattr(module, "activation", "") != "silu":
         return None
-    return _rule(module, convolution, None if isinstance(norm, nn.Identity) else norm, (limit[0], limit[1]))
+    return _rule(
+        module, convolution, None if isinstance(norm, nn.Identity) else norm, (float(limit[0]), float(limit[1]))
+    )
 
 
 def _rule(module: Any, convolution: nn.Conv1d, norm: Any, limit: tuple[float, float]) -> Mamba2Rule:
