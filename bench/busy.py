@@ -25,7 +25,7 @@ from bench.machine import current_commit, gpu_in_file_names, versions
 from server.config import EngineConfig, KVCacheDtype
 from server.engine.core import Engine
 from server.engine.start import load_runner
-from server.engine.supervisor.process import ENVIRONMENT
+from server.engine.supervisor.child import ENVIRONMENT
 
 MODELS = Path(__file__).parent / "models"
 RESULTS = Path(__file__).parent / "results"

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.machine import cores, cpu_name, current_commit, versions
 from server.engine.contention import Barriers, waited_seconds
-from server.engine.supervisor.process import ENVIRONMENT
+from server.engine.supervisor.child import ENVIRONMENT
 
 RESULT = Path(__file__).resolve().parent / "results" / "contention.json"
 STATES = ("one thread", "spin", "sleep", "chosen")

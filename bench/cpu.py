@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import cores, cpu_name, current_commit, versions
-from server.engine.supervisor.process import ENVIRONMENT
+from server.engine.supervisor.child import ENVIRONMENT
 
 CONTENDERS = ("ours", "bnb-float32", "bnb-bfloat16", "bfloat16")
 GGUF = ("Q4_1", "Q4_0")

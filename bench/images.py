@@ -37,7 +37,7 @@ from server.checkpoint.names import is_of_tower
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
-from server.engine.supervisor.process import ENVIRONMENT
+from server.engine.supervisor.child import ENVIRONMENT
 from server.types import GenerateRequest, ImageInput, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"

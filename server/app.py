@@ -31,7 +31,7 @@ from server.api.routes import (
     stored_responses,
     tokens,
 )
-from server.api_processes.alone import Alone, in_thread
+from server.api_processes.alone import Alone
 from server.api_processes.member import Member
 from server.api_processes.relay import RelayLayer
 from server.checkpoint.base import CheckpointError
@@ -47,6 +47,7 @@ from server.objects import freeze_objects
 from server.observability.tracing import Tracing, TracingError
 from server.text.errors import TokenizerError
 from server.text.tokenizer import Tokenizer
+from server.threads import in_thread
 from server.version import running_version
 
 logger = logging.getLogger(__name__)

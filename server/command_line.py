@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from server.config import Config, ConfigError
 from server.config.flags import parse
 from server.config.sources import load_config
+from server.engine.supervisor.child import Child, start_child
 from server.objects import lasting_objects
 
 if TYPE_CHECKING:
@@ -37,10 +39,16 @@ def _serve_in_processes(config: Config) -> int:
 
 
 def _serve(config: Config, place: Place | None = None) -> int:
-    """Call serving.serve(), which is imported here: with several processes prometheus_client has to see their place."""
+    """Call serving.serve(), which is imported here: with several processes prometheus_client has to see their place.
+
+    The engine's process starts first, and imports at the same time as this one, which takes a third as long.
+    """
+    child: Child | None = None
+    with contextlib.suppress(OSError):  # the engine's client tries again, and says what is wrong
+        child = start_child(config)
     with lasting_objects():
         from server.serving import serve
-    return serve(config, place)
+    return serve(config, child, place)
 
 
 def keep_torch_out() -> None:

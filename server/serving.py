@@ -20,11 +20,13 @@ from fastapi import FastAPI
 
 from server.api.answering.service import Service
 from server.api.http.connection import limited
+from server.api_processes.alone import Alone
 from server.api_processes.group import Group
 from server.api_processes.place import Place
 from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig
 from server.engine.supervisor.base import EngineStatus
+from server.engine.supervisor.child import Child
 from server.engine.supervisor.client import EngineClient
 from server.engine.supervisor.steps import StartSteps
 from server.logs import LogFormat
@@ -43,10 +45,11 @@ INTERRUPTED = 128 + signal.SIGINT
 """The exit status that shells give to a process that SIGINT ended."""
 
 
-def serve(config: Config, place: Place | None = None) -> int:
+def serve(config: Config, child: Child | None = None, place: Place | None = None) -> int:
     """Serve until a signal or a failure that starting again cannot mend; returns the exit status.
 
-    place: what this process and those that it starts share; None where it alone answers HTTP.
+    child: the process for the engine, if it has been started. place: what this process and those that it starts share;
+    None where it alone answers HTTP.
     """
     try:
         listening = _listen(config.http)
@@ -58,7 +61,8 @@ def serve(config: Config, place: Place | None = None) -> int:
     url = _url(listening, secure=config.http.tls_cert_file is not None)
     terminal = Terminal(config.model_names[0 if config.served_model_name else -1], url, config.log_format)
     server: Server | None = None
-    part = None if place is None else Group(config, place, (listening.family, listening.getsockname()))
+    address = listening.family, listening.getsockname()
+    part = Alone(config, child) if place is None else Group(config, place, address, child)
 
     def on_status(status: EngineStatus) -> None:
         if server is not None and server.should_exit:

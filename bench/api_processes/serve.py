@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
+import subprocess
 import sys
 
 from server.config import Config
-from server.engine.supervisor import process, standby
+from server.engine.supervisor import child
 
 
-async def start_stub(config: Config, *, tells_imported: int | None = None) -> asyncio.subprocess.Process:
-    """Do what process.start_child() does, with the stub; there is nothing to import for a standby process."""
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.api_processes.stub", stdin=asyncio.subprocess.PIPE, start_new_session=True
-    )
+def start_stub(config: Config, *, tells_imported: int | None = None) -> child.Child:
+    """Do what child.start_child() does, with the stub; there is nothing to import for a standby process."""
+    command = [sys.executable, "-m", "bench.api_processes.stub"]
+    return child.Child(subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True))
 
 
 if __name__ == "__main__":
-    for module in (process, standby):
-        vars(module)["start_child"] = start_stub
+    vars(child)["start_child"] = start_stub
     from server.__main__ import main
 
     sys.exit(main())

@@ -18,7 +18,7 @@ from bench.e2e.engine_speed import FIRST
 from bench.e2e.measure import MODELS, measure
 from bench.e2e.results import Row, write
 from bench.machine import current_commit, gpu_in_file_names
-from server.engine.supervisor.process import ENVIRONMENT
+from server.engine.supervisor.child import ENVIRONMENT
 
 RESULTS = Path(__file__).parents[1] / "results"
 

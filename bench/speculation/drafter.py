@@ -40,7 +40,7 @@ from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.engine.speculation.drafts import DraftSpeculator
 from server.engine.start import load_runner
-from server.engine.supervisor.process import ENVIRONMENT
+from server.engine.supervisor.child import ENVIRONMENT
 from server.types import EngineStats, GenerateRequest, SamplingParams
 
 MODELS = Path(__file__).parents[1] / "models"

@@ -5,12 +5,9 @@ Where there are several, subclasses override it.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -19,21 +16,24 @@ from server.checkpoint.adapter_files import check_adapter
 from server.checkpoint.source import resolve_checkpoint
 from server.config import Config
 from server.engine.supervisor.base import EngineBase
+from server.engine.supervisor.child import Child
 from server.engine.supervisor.client import EngineClient
+from server.threads import in_thread
 
 if TYPE_CHECKING:
     from server.api.answering.service import Service
     from server.observability.many_processes import Processes
 
-T = TypeVar("T")
 Progress = Callable[[str, float], None]
 
 
 class Alone:
     """Where an API process' engine comes from, and what it counts and measures together with others."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, child: Child | None = None) -> None:
+        """child: the process for the first engine, if it has been started."""
         self._config = config
+        self._child = child
         self.counts = self._make_counts(len(config.http.keys()))
         self.processes: Processes | None = None
         """All processes whose metrics are added up; None: this one's alone."""
@@ -53,7 +53,7 @@ class Alone:
         for module in config.engine.lora_modules:
             check_adapter(module.path)
         folder = await in_thread(lambda: resolve_checkpoint(config.model, config.cache_dir, progress))
-        return folder, EngineClient(await _with_draft_model(config, progress), folder)
+        return folder, EngineClient(await _with_draft_model(config, progress), folder, self._child)
 
     async def start(self, engine: EngineBase) -> None:
         """Start the engine, once all its listeners have been added."""
@@ -74,29 +74,3 @@ async def _with_draft_model(config: Config, progress: Progress) -> Config:
         return config
     folder = await in_thread(lambda: resolve_checkpoint(wanted, config.cache_dir, progress))
     return config.model_copy(update={"engine": config.engine.model_copy(update={"draft_model": str(folder)})})
-
-
-async def in_thread(call: Callable[[], T]) -> T:
-    """Run call in a thread that does not keep the process from ending, as a download may take long."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = call()
-        except Exception as e:
-            error = e
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, daemon=True, name="start").start()
-    return await result

@@ -26,6 +26,7 @@ from server.api_processes.place import Place
 from server.api_processes.relay import answer
 from server.config import Config
 from server.engine.supervisor.base import EngineBase, EngineUnavailableError
+from server.engine.supervisor.child import Child
 from server.engine.supervisor.client import EngineClient
 from server.observability.many_processes import Processes
 
@@ -54,11 +55,13 @@ class _Other:
 class Group(Alone):
     """The first of several API processes. Use from one event loop only."""
 
-    def __init__(self, config: Config, place: Place, address: tuple[int, tuple[Any, ...]]) -> None:
-        """address: family and address that all listen on. Raises OSError."""
+    def __init__(
+        self, config: Config, place: Place, address: tuple[int, tuple[Any, ...]], child: Child | None = None
+    ) -> None:
+        """address: family and address that all listen on; child: see Alone. Raises OSError."""
         self._place = place
         self._count = config.http.api_processes
-        super().__init__(config)
+        super().__init__(config, child)
         self._address = address
         self._numbers = itertools.count(1)
         self._running: dict[int, _Other] = {}

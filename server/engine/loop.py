@@ -1,6 +1,6 @@
 """The engine process: `python -m server.engine.loop`, whose input begins with an EngineSetup (supervisor.process).
 
-With --standby it imports what an engine needs before it reads the EngineSetup, behind everything else.
+It imports what an engine needs while it waits for the EngineSetup; with --standby it does so at the lowest priority.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,12 @@ import msgspec
 from server import PACKAGE
 from server.checkpoint.base import CheckpointError
 from server.engine.channel import Channel, send_from_thread
+from server.engine.imports import import_engine
 from server.engine.parallel.processes import processes_of
 from server.engine.permanence import is_permanent, is_refusal
 from server.engine.supervisor.process import EngineSetup
 from server.logs import set_up_logging
-from server.objects import freeze_objects, lasting_objects
+from server.objects import freeze_objects
 from server.types import (
     AbortRequest,
     AdapterResult,
@@ -82,14 +84,11 @@ def main() -> int:
     options = _arguments()
     set_up_logging(options.log_level, options.log_format)
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_worth_saying)
-    importing: threading.Thread | None = None
-    if options.standby is not None:
-        _name_process("nf4-imports")
-        importing = threading.Thread(target=_stand_by, args=(options.standby,), name="import", daemon=True)
-        importing.start()
+    _name_process("nf4-imports")
+    imports, stand_by = import_engine, partial(_stand_by, options.standby)
+    importing = threading.Thread(target=imports if options.standby is None else stand_by, name="import", daemon=True)
+    importing.start()
     line = _first_line()
-    if importing is not None:
-        importing.join()
     _name_process("nf4-engine")
     stop = _Stop()
     setup = msgspec.json.decode(line, type=EngineSetup)
@@ -98,7 +97,7 @@ def main() -> int:
     # Workers say in the log what they have to say, in the same way.
     logging_options = ["--log-level", options.log_level, "--log-format", options.log_format]
     try:
-        return _run(setup, channel, stop, logging_options)
+        return _run(setup, channel, stop, logging_options, importing)
     finally:
         channel.close()
 
@@ -118,16 +117,12 @@ def _name_process(name: str) -> None:
 
 
 def _stand_by(tells_imported: int) -> None:
-    """Import what an engine on CPU will need, behind everything else that wants the cores, and tell."""
+    """Import what an engine needs, behind everything else that wants the cores, and tell."""
     with contextlib.suppress(OSError, AttributeError):
         # This thread's own policy; the engine's threads keep theirs.
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     _set_session_niceness(STANDBY_SESSION_NICENESS)
-    with lasting_objects():
-        import server.engine.core
-        import server.engine.grammar
-        import server.engine.start  # noqa: F401
-
+    import_engine()
     _set_session_niceness(0)
     _name_process("nf4-standby")
     with contextlib.suppress(OSError):
@@ -164,9 +159,11 @@ def _first_line() -> bytes:
     return line
 
 
-def _run(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: list[str]) -> int:
+def _run(
+    setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: list[str], importing: threading.Thread
+) -> int:
     try:
-        _serve(setup, channel, stop, logging_options)
+        _serve(setup, channel, stop, logging_options, importing)
     except Exception as e:
         fatal = is_refusal(e) or (not channel.said_ready and is_permanent(e))
         reason = (str(e).strip().splitlines() or ["no message"])[0]
@@ -193,18 +190,20 @@ def _failed(setup: EngineSetup) -> Callable[[str, bool], None]:
     return end
 
 
-def _serve(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: list[str]) -> None:
+def _serve(
+    setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: list[str], importing: threading.Thread
+) -> None:
     def progress(stage: str, fraction: float) -> None:
         channel.send(LoadProgress(stage, fraction))
 
     progress("starting the engine", 0.0)
     config = setup.engine_config()
     processes = processes_of(config, logging_options)
-    # These are imported here: torch and transformers take seconds, in which the API should know that the engine is alive.
-    with lasting_objects():
-        from server.engine.core import Engine
-        from server.engine.grammar import Grammars
-        from server.engine.parallel.start import load_ranks
+    importing.join()
+    # Here, because torch and transformers take seconds, in which the API should know that the engine is alive.
+    from server.engine.core import Engine
+    from server.engine.grammar import Grammars
+    from server.engine.parallel.start import load_ranks
 
     folder, failed = Path(setup.checkpoint_folder), _failed(setup)
     runner, workers = load_ranks(folder, config, progress, failed, logging_options, processes)

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from server.config import Config
 from server.engine.supervisor import standby
+from server.engine.supervisor.child import Child
 from server.engine.supervisor.standby import Standby
 
 LIMIT_S = 60
@@ -24,34 +26,41 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "POLL_S", 0.02)
 
 
+class _Started(NamedTuple):
+    child: Child
+    process: subprocess.Popen[bytes]
+
+
 class Imports:
     """Starts a process that says that it has imported everything, or never says it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, end: bool = True) -> None:
-        self.started: list[asyncio.subprocess.Process] = []
+        self.started: list[_Started] = []
         self._end = end
         monkeypatch.setattr(standby, "start_child", self._start)
 
-    async def _start(self, _config: Config, *, tells_imported: int) -> asyncio.subprocess.Process:
+    def _start(self, _config: Config, *, tells_imported: int) -> Child:
         tell = f"os.write({tells_imported}, b'.'); os.close({tells_imported}); " if self._end else ""
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", f"import os, sys; {tell}print(flush=True); sys.stdin.read()"),
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"import os, sys; {tell}print(flush=True); sys.stdin.read()"],
             stdin=subprocess.PIPE,
+            bufsize=0,
             stdout=subprocess.PIPE,
             pass_fds=[tells_imported],
         )
-        self.started.append(child)
-        return child
+        self.started.append(_Started(Child(process), process))
+        return self.started[-1].child
 
-    async def begun(self, count: int = 1) -> asyncio.subprocess.Process:
+    async def begun(self, count: int = 1) -> Child:
         """The process with this number, from 1 on, once it has said what it says."""
         async with asyncio.timeout(LIMIT_S):
             while len(self.started) < count:  # noqa: ASYNC110 - a task of the standby's appends to it
                 await asyncio.sleep(0.01)
-            child = self.started[count - 1]
-            assert child.stdout is not None
-            await child.stdout.readline()
-        return child
+            started = self.started[count - 1]
+            assert started.process.stdout is not None
+            with started.process.stdout as output:
+                await asyncio.to_thread(output.readline)
+        return started.child
 
 
 async def test_it_starts_when_nothing_has_run_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +83,7 @@ async def test_it_starts_when_nothing_has_run_for_a_while(monkeypatch: pytest.Mo
     await asyncio.sleep(0.5)
     assert len(imports.started) == 1, "one is enough"
     await waiting.end()
-    assert imports.started[0].returncode is not None
+    assert imports.started[0].child.returncode is not None
 
 
 async def test_a_server_that_is_never_idle_gets_one_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +107,7 @@ async def test_it_is_taken_when_it_has_imported_everything(monkeypatch: pytest.M
     assert await waiting.take() is None
     child.kill()
     await child.wait()
+    child.close_input()
 
 
 async def test_one_that_still_imports_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from server.config import EngineConfig
 def processes_of(config: EngineConfig, logging_options: list[str]) -> list[subprocess.Popen[bytes]]:
     """Start the processes of the other ranks where the configuration says how many there are, else none.
 
-    Called before this process imports torch, so that all of them import it at the same time. Raises OSError.
+    Called as soon as the configuration is there, so that all processes import torch at the same time. Raises OSError.
     """
     count = config.tensor_parallel_size
     return start_processes(1 if count == "auto" else count, config.device != "cpu", logging_options)

@@ -19,10 +19,12 @@ import msgspec
 import zmq
 
 from server import PACKAGE
+from server.engine.imports import import_bitsandbytes
 from server.logs import set_up_logging
 from server.objects import freeze_objects, lasting_objects
 
 with lasting_objects():
+    import_bitsandbytes()
     from server.config import EngineConfig
     from server.engine.parallel.messages import (
         ComputeStep,

@@ -12,6 +12,7 @@ from typing import Literal
 from server.config import Config
 from server.engine.supervisor.adapters import AdapterList
 from server.engine.supervisor.base import EngineBase, EngineStatus, EngineUnavailableError, State
+from server.engine.supervisor.child import Child
 from server.engine.supervisor.process import EngineProcess
 from server.engine.supervisor.standby import Standby
 from server.engine.supervisor.watch import EngineRun
@@ -47,10 +48,12 @@ class EngineClient(EngineBase):
     before the requests see it.
     """
 
-    def __init__(self, config: Config, checkpoint_folder: Path) -> None:
+    def __init__(self, config: Config, checkpoint_folder: Path, first: Child | None = None) -> None:
+        """first: a process that the first engine is to run in, which imports what it needs; None: one will be started."""
         super().__init__(EngineStatus("loading", stage="starting the engine"))
         self._config = config
         self._folder = checkpoint_folder
+        self._first = first
         self._adapters = AdapterList(config.engine.lora_modules)
         self._step_listeners: list[Callable[[StepOutputs], None]] = []
         self._process: EngineProcess | None = None
@@ -166,7 +169,8 @@ class EngineClient(EngineBase):
         """Run one engine process to its end: (why it ended, whether another start is pointless, was it ready)."""
         config = self._config
         try:
-            child = await self._standby.take()
+            first, self._first = self._first, None
+            child = first or await self._standby.take()
             process = await EngineProcess.start(self._folder, config, self._adapters.changed, child)
         except OSError as e:
             return f"it could not be started: {e}", False, False

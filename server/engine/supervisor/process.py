@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,24 +17,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from server import PACKAGE
 from server.config import Config, EngineConfig
+from server.engine.supervisor.child import Child, start_child
 from server.types import FromEngine, LoadAdapter, ToEngine
-
-ENVIRONMENT = {
-    # OpenMP threads spin this often before they sleep: long enough for the gaps within a step. GNU's default
-    # (milliseconds) makes every step many times slower when another process, the API's own among them, takes a core.
-    "GOMP_SPINCOUNT": "20000",
-    # glibc keeps the memory of a step's intermediate results for the next step. By default it gives them back and has
-    # their pages made anew: thousands of page faults in every prefill on CPU, 5 to 10 % of its time.
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    # torch grows its segments of a GPU's memory instead of allocating new ones of other sizes: what it holds in reserve
-    # beside Qwen3-8B's tensors falls from 0.55 to 0.12 GiB, and nothing becomes slower.
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-}
-"""What an engine's process has in its environment, unless the user's says otherwise."""
-
 
 TO_ENGINE, FROM_ENGINE = "to-engine", "from-engine"
 
@@ -61,28 +44,10 @@ class EngineSetup(msgspec.Struct, frozen=True):
         return EngineConfig.model_validate(self.engine)
 
 
-async def start_child(config: Config, *, tells_imported: int | None = None) -> asyncio.subprocess.Process:
-    """Start engine/loop.py as a process, which waits for an EngineSetup.
-
-    tells_imported: a pipe's end for writing. The process then stands by: it imports meanwhile what it will need, at the
-    lowest priority, and writes a byte when that is done. Raises OSError.
-    """
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", f"{PACKAGE}.engine.loop", "--log-level", config.log_level, "--log-format", config.log_format),
-        *([] if tells_imported is None else ["--standby", str(tells_imported)]),
-        stdin=asyncio.subprocess.PIPE,
-        pass_fds=[] if tells_imported is None else [tells_imported],
-        # A terminal's Ctrl-C must reach the API only, which then ends the engine in order.
-        start_new_session=True,
-        env={**ENVIRONMENT, **os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-
-
 class EngineProcess:
     """A running engine and the two sockets to it."""
 
-    def __init__(self, child: asyncio.subprocess.Process, folder: Path, context: zmq.Context[Any]) -> None:
+    def __init__(self, child: Child, folder: Path, context: zmq.Context[Any]) -> None:
         self._child = child
         self._folder = folder
         self._context = context
@@ -102,7 +67,7 @@ class EngineProcess:
         checkpoint_folder: Path,
         config: Config,
         adapters: list[LoadAdapter],
-        child: asyncio.subprocess.Process | None = None,
+        child: Child | None = None,
     ) -> EngineProcess:
         """Make an engine of child, or of a new process; it reports on the sockets from here on.
 
@@ -111,7 +76,7 @@ class EngineProcess:
         folder = Path(tempfile.mkdtemp(prefix="nf4-engine-"))
         try:
             if child is None:
-                child = await start_child(config)
+                child = start_child(config)
             process = cls(child, folder, zmq.Context())
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -124,10 +89,8 @@ class EngineProcess:
             adapters=adapters,
             many_clients=config.http.api_processes > 1,
         )
-        assert child.stdin is not None
         with contextlib.suppress(ConnectionError):  # it died already; the exit code tells
-            child.stdin.write(msgspec.json.encode(setup) + b"\n")
-            await child.stdin.drain()
+            child.write(msgspec.json.encode(setup) + b"\n")
         return process
 
     @property
@@ -156,20 +119,17 @@ class EngineProcess:
 
     def kill(self) -> None:
         """Kill the process and remove its sockets, without waiting."""
-        with contextlib.suppress(ProcessLookupError):
-            self._child.kill()
+        self._child.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def end(self, grace_s: float) -> None:
         """Let the process leave within grace_s seconds (by closing its standard input), then kill it; close all."""
+        self._child.close_input()
         if self._child.returncode is None:
-            if self._child.stdin is not None:
-                self._child.stdin.close()
             try:
                 await asyncio.wait_for(self._child.wait(), grace_s)
             except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    self._child.kill()
+                self._child.kill()
                 await self._child.wait()
         self._commands.close(linger=0)
         self._events.close(linger=0)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable
 
 from server.config import Config
-from server.engine.supervisor.process import start_child
+from server.engine.supervisor.child import Child, start_child
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Standby:
         if self._starting is None and (self._child is None or not self._child.lives):
             self._starting = asyncio.create_task(self._start(), name="standby-start")
 
-    async def take(self) -> asyncio.subprocess.Process | None:
+    async def take(self) -> Child | None:
         """The process, which is the caller's from here on; None where none is alive that has imported everything.
 
         One that still imports is ended: it does so at the lowest priority, and a new process is there sooner.
@@ -68,7 +67,7 @@ class Standby:
         if self._child is not None:
             await self._child.end(grace_s=0.0)
         try:
-            self._child = await _Importing.start(self._config)
+            self._child = _Importing.start(self._config)
         except OSError as e:
             logger.warning("no engine stands by: %s", e)
         self._starting = None
@@ -90,17 +89,17 @@ class Standby:
 class _Importing:
     """A process that imports, and says through a pipe when it is done."""
 
-    def __init__(self, process: asyncio.subprocess.Process, done: int) -> None:
+    def __init__(self, process: Child, done: int) -> None:
         self.process = process
         self._done = done
 
     @classmethod
-    async def start(cls, config: Config) -> _Importing:
+    def start(cls, config: Config) -> _Importing:
         """Raises OSError."""
         done, tells = os.pipe()
         os.set_blocking(done, False)
         try:
-            return cls(await start_child(config, tells_imported=tells), done)
+            return cls(start_child(config, tells_imported=tells), done)
         except BaseException:
             os.close(done)
             raise
@@ -126,11 +125,9 @@ class _Importing:
         if self._done >= 0:
             os.close(self._done)
             self._done = -1
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        self.process.close_input()
         try:
             await asyncio.wait_for(self.process.wait(), grace_s)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
+            self.process.kill()
             await self.process.wait()
