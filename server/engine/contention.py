@@ -25,6 +25,8 @@ CONTENDED_SHARE = 0.15
 """Threads sleep if one of them has waited for a core for more than this share of the time."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 16.0
 """Seconds without contention after which threads spin again; they double each time that this was wrong."""
+PAUSE_PER_LATE = 10.0
+"""The pause is at least this many times as long as contention was found too late: a step in between may take seconds."""
 MAX_SLEEP_S = 60.0
 """Seconds after which they do in any case; that may be one step that takes many times as long as others."""
 
@@ -85,7 +87,8 @@ class Barriers:
                 self._change(False, now)
         elif contended:
             is_new = lasted > MAX_PAUSE_S
-            self._pause_s = FIRST_PAUSE_S if is_new else min(2 * self._pause_s, MAX_PAUSE_S)
+            pause_s = FIRST_PAUSE_S if is_new else min(2 * self._pause_s, MAX_PAUSE_S)
+            self._pause_s = max(pause_s, PAUSE_PER_LATE * (seconds - CHECK_S))
             if is_new:
                 logger.info("other work takes the cores: threads sleep at barriers until it has ended")
             self._change(True, now)

@@ -59,6 +59,17 @@ def test_spinning_is_tried_less_and_less_often_while_it_is_wrong() -> None:
     assert sum(spun) < 0.05 * sum(slept)
 
 
+def test_slow_steps_do_not_take_much_of_the_time() -> None:
+    """Where the cores are busy a step with spinning threads takes seconds, and nothing can be changed within it."""
+    machine, spun = Machine(), 0.0
+    begin = machine.time
+    while machine.time < begin + 30:
+        sleeps, before = machine.barriers.sleeps, machine.time
+        machine.run(0.1 if sleeps else 1.4, 0.05 if sleeps else 0.9, step_s=0.1 if sleeps else 1.4)
+        spun += 0.0 if sleeps else machine.time - before
+    assert spun < 0.15 * (machine.time - begin)
+
+
 def test_one_slow_step_is_enough() -> None:
     machine = Machine()
     machine.run(1, 0.0)

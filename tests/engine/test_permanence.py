@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import msgspec
@@ -47,7 +48,9 @@ def test_the_engine_says_whether_it_is_worth_trying_again(
         events.bind(addresses[1])
         setup = EngineSetup(*addresses, str(tmp_path), EngineConfig(device="cpu").model_dump(mode="json"))
         channel = Channel(setup)
-        assert loop._run(setup, channel, loop._Stop(), []) == 1
+        importing = threading.Thread(target=lambda: None)
+        importing.start()
+        assert loop._run(setup, channel, loop._Stop(), [], importing) == 1
         channel.close()
         decoder = msgspec.msgpack.Decoder(FromEngine)
         message = decoder.decode(events.recv())
