@@ -26,6 +26,14 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _GEMMA = {"head_dim": 16, "sliding_window": 12, "num_hidden_layers": 4}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -62,6 +70,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCABULARY,
         "hidden_size_per_layer_input": 16,
     },
+    # Latent attention.
+    "youtu": _LATENT,
+    "minicpm3": {**_LATENT, "q_lora_rank": None, "qk_nope_head_dim": 24},
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.2},
     # Attention sinks.
     "gpt_oss": {

@@ -126,12 +126,15 @@ def _check(chunks: list[tuple[int, int]], shape: LayerShape, how: AttentionOptio
         backend.sinks = {0: torch.randn(shape.heads) * 5}
     batch = _batch(sorted(chunks, key=lambda c: c[1] > 1), random.Random(shape.heads), size)
     backend._keys[0].normal_()
-    backend._values[0].normal_()
+    if not shape.is_latent:
+        backend._values[0].normal_()
     keys, values = backend._keys[0].clone(), backend._values[0].clone()
     # Heads before tokens in memory, as models hand them over; large scores, as they come from real weights.
     query = torch.randn(shape.heads, batch.num_tokens, shape.key_dim).transpose(0, 1) * 3
     key = torch.randn(shape.kv_heads, batch.num_tokens, shape.key_dim).transpose(0, 1)
     value = torch.randn(batch.num_tokens, shape.kv_heads, shape.value_dim)
+    if shape.is_latent:
+        value = key[..., : shape.value_dim]
     backend.begin(batch)
     out = backend.attend(0, query, key, value, how)
     keys.flatten(0, 1)[batch.slots] = key
@@ -155,6 +158,24 @@ def test_attends_as_float64(
 ) -> None:
     chunks, options = case
     _check(chunks, LayerShape(*shape), AttentionOptions(shape[1] ** -0.5, **options), SIZE, tolerance)
+
+
+LATENT_SHAPES = [(1, 144, 128, 4), (1, 33, 20, 5), (1, 40, 40, 19)]
+LATENT_PAIRS = [(shape, case) for i, shape in enumerate(LATENT_SHAPES) for case in CASES[i::3]]
+
+
+@pytest.mark.parametrize(("shape", "case"), LATENT_PAIRS)
+def test_latents_attend_as_float64(
+    shape: tuple[int, int, int, int], case: tuple[list[tuple[int, int]], dict[str, Any]], tolerance: float
+) -> None:
+    """Values are the first columns of the one key, which the cache keeps once."""
+    chunks, options = case
+    how = AttentionOptions(shape[1] ** -0.5, **options)
+    _check(chunks, LayerShape(*shape, is_latent=True), how, SIZE, tolerance)
+
+
+def test_latents_of_the_sizes_that_models_have(tolerance: float) -> None:
+    _check([(40, 1), (0, 33)], LayerShape(1, 576, 512, 20, is_latent=True), AttentionOptions(0.06), SIZE, tolerance)
 
 
 @pytest.mark.parametrize(("group", "size"), [(i, (1, 8, 32, 100)[(i + j) % 4]) for i in range(1, 9) for j in (0, 1)])

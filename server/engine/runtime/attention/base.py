@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from nf4_kernels.reference import tile_activations, tiles_shape
+from server.engine.runtime.attention.latent import LatentHeads
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch
 
@@ -27,10 +28,12 @@ class LayerShape:
     value_dim: int
     heads: int = 1
     """The number of query heads; only backends that plan a step before they attend need it."""
+    is_latent: bool = False
+    """Whether values are the first value_dim columns of keys, which the cache keeps once (attention/latent.py)."""
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Cache bytes that one token takes in this layer."""
-        return self.kv_heads * (self.key_dim + self.value_dim) * itemsize
+        return self.kv_heads * (self.key_dim + (0 if self.is_latent else self.value_dim)) * itemsize
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,19 @@ class AttentionBackend(ABC):
         """Write the batch's keys and values into the layer's cache and attend.
 
         query [T, heads, key_dim], key [T, kv_heads, key_dim], value [T, kv_heads, value_dim] for the batch's T tokens,
-        any strides with a contiguous last dimension; returns [T, heads, value_dim].
+        any strides with a contiguous last dimension; returns [T, heads, value_dim]. In a layer whose shape is latent, value
+        is the first columns of key.
         """
+
+    def attend_latent(
+        self, layer: int, query: torch.Tensor, latent: torch.Tensor, heads: LatentHeads, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Write the batch's latents into the layer's cache and attend.
+
+        query [T, heads, key_dim] of full heads, latent [T, 1, rank + rotary]; returns full heads [T, heads, value_dim].
+        """
+        out = self.attend(layer, heads.absorbed(query), latent, latent[..., : heads.rank], options)
+        return heads.values_of(out)
 
     def see_sinks(self, layer: int, sinks: torch.Tensor) -> None:  # noqa: B027 - most need not know
         """Called before attend() in a layer that has sinks, [heads]."""

@@ -15,6 +15,8 @@ IMPLEMENTATION = "nf4_paged"
 """The name under which transformers knows our attention function."""
 PROBED_IMPLEMENTATION = "nf4_paged_probed"
 """The same, for a model whose masks are looked at."""
+LATENT_HEADS = "latent_heads"
+"""The attribute in which modules of latent attention have LatentHeads, if their keys are latents (model/latents.py)."""
 
 
 class _Active:
@@ -31,6 +33,11 @@ def attending(backend: AttentionBackend) -> Iterator[None]:
         yield
     finally:
         _Active.backend = previous
+
+
+def is_attending() -> bool:
+    """Whether attending() is entered."""
+    return _Active.backend is not None
 
 
 def active_backend() -> AttentionBackend:
@@ -71,7 +78,12 @@ def _paged_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions(scaling, backend.windows.get(layer, sliding_window), softcap, s_aux is not None)
     # Batch 1 always: all tokens of a forward pass are one row.
-    out = backend.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), options)
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    heads = getattr(module, LATENT_HEADS, None)
+    if heads is None:
+        out = backend.attend(layer, query, key, value, options)
+    else:
+        out = backend.attend_latent(layer, query, key, heads, options)
     return out.unsqueeze(0), None
 
 

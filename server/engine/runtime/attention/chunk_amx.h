@@ -56,7 +56,7 @@ inline void load_queries(const Task& t, Workspace& w) {
   const float factor = a.softcap > 0 ? a.scaling / a.softcap : a.scaling * kLog2e;
   char* to = w.query;
   for (int64_t q = 0; q < t.group(); ++q) {
-    const float* head = a.query + (t.head * t.group() + q) * a.query_head;
+    const float* head = a.query + (t.first_head + q) * a.query_head;
     for (int64_t first = t.first; first < t.last; first += kTile) {
       for (int64_t d = 0; d < a.key_dim; d += 32, to += kStep) {
         for (int half = 0; half < 2; ++half) {
@@ -86,7 +86,7 @@ inline void load_keys(const Task& t, int64_t begin, int64_t end, int64_t block, 
     const int64_t slot = t.table[place / a.block_size] * a.block_size + place % a.block_size;
     const int64_t key_dim = begin + i < end ? a.key_dim : 0;
     const float* key = a.key_cache + (slot * a.kv_heads + t.head) * a.key_dim;
-    value[i] = a.value_cache + (slot * a.kv_heads + t.head) * a.value_dim;
+    value[i] = a.value_cache + (slot * a.kv_heads + t.head) * a.value_row;
     char* to = w.keys + block * key_steps * kStep + i / 16 * 2 * kTileBytes + i % 16 * 64;
     for (int64_t d = 0; d < key_steps * 32; d += 32, to += kStep) {
       const Parts row = split(load(key + d, key_dim - d), load(key + d + 16, key_dim - d - 16));
@@ -236,7 +236,7 @@ inline void run(const Task& t, Workspace& w) {
   std::fill(w.out, w.out + tiles * value_wide * kTile, 0.0f);
   for (int64_t i = 0; i < tiles; ++i) {
     // As in chunk_cpu.h; scores are to base 2 here.
-    const float* sink = a.sinks ? a.sinks + t.head * t.group() + i / columns : nullptr;
+    const float* sink = a.sinks ? a.sinks + t.first_head + i / columns : nullptr;
     std::fill_n(w.total + i * kTile, kTile, sink ? 1.0f : 0.0f);
     std::fill_n(w.peak + i * kTile, kTile, sink ? *sink * kLog2e : -1e30f);
   }
@@ -256,7 +256,7 @@ inline void run(const Task& t, Workspace& w) {
       attend(t, tile, begin, keys, w);
     }
   }
-  for (int64_t i = 0; i < tiles; ++i) store(t, tile_at(i), t.head * t.group() + i / columns);
+  for (int64_t i = 0; i < tiles; ++i) store(t, tile_at(i), t.first_head + i / columns);
 }
 
 }  // namespace on_amx

@@ -89,15 +89,17 @@ class Workspace {
   int64_t size_ = 0;
 };
 
-// A block of queries of one sequence: all query heads of one key head. A tile has queries of one head, or all queries of as
+// A block of queries of one sequence: query heads of one key head. A tile has queries of one head, or all queries of as
 // many heads as fit into it: results of a query do not depend on which others are beside it.
 struct Task {
   const PagedAttention& a;
   int64_t row, start, end;  // rows [row, ...) of the batch are the sequence's tokens [start, end)
   const int64_t* table;
   int64_t head;             // of the keys
+  int64_t first_head;       // of the queries
+  int64_t sharers;          // query heads
   int64_t first, last;      // of the queries, as places in the sequence
-  int64_t group() const { return a.heads / a.kv_heads; }
+  int64_t group() const { return sharers; }
   int64_t count() const { return last - first; }
   int64_t columns() const { return whole(count(), kTile) / kTile; }  // tiles of a head
   int64_t heads() const { return std::max<int64_t>(1, std::min(group(), kTile / count())); }  // of a tile
@@ -128,7 +130,7 @@ inline void load_queries(const Task& t, Workspace& w) {
       // Lanes behind the last query hold copies of it, whose results are not read.
       const Lane own = Lane::of(t, tile, std::min(i, lanes - 1));
       const float* from =
-          a.query + (t.row + own.place - t.start) * a.query_token + (t.head * t.group() + own.head) * a.query_head;
+          a.query + (t.row + own.place - t.start) * a.query_token + (t.first_head + own.head) * a.query_head;
       for (int64_t d = 0; d < a.key_dim; ++d) to[d * kTile + i] = from[d] * a.scaling;
     }
   }
@@ -148,7 +150,8 @@ inline void load_keys(const Task& t, int64_t begin, int64_t end, Workspace& w) {
     }
     const int64_t slot = t.table[place / a.block_size] * a.block_size + place % a.block_size;
     std::memcpy(key, a.key_cache + (slot * a.kv_heads + t.head) * a.key_dim, a.key_dim * 4);
-    std::memcpy(value, a.value_cache + (slot * a.kv_heads + t.head) * a.value_dim, a.value_dim * 4);
+    if (a.latent()) continue;
+    std::memcpy(value, a.value_cache + (slot * a.kv_heads + t.head) * a.value_row, a.value_dim * 4);
     for (int64_t d = a.value_dim; d < padded; ++d) value[d] = 0;
   }
 }
@@ -203,7 +206,7 @@ inline void store(const Task& t, Workspace& w) {
     for (int64_t i = 0; i < t.lanes(tile); ++i) {
       const Lane own = Lane::of(t, tile, i);
       const int64_t row = t.row + own.place - t.start;
-      float* to = a.out + (row * a.heads + t.head * t.group() + own.head) * a.value_dim;
+      float* to = a.out + (row * a.heads + t.first_head + own.head) * a.value_dim;
       const float* from = w.out + tile * padded * kTile + i;
       const float share = 1.0f / w.total[tile * kTile + i];
       for (int64_t d = 0; d < a.value_dim; ++d) to[d] = from[d * kTile] * share;
@@ -215,6 +218,8 @@ template <int kUsed>
 inline void run_tiles(const Task& t, Workspace& w) {
   const PagedAttention& a = t.a;
   const int64_t tiles = t.tiles(), padded = whole(a.value_dim, kRows);
+  const float* values = a.latent() ? w.keys : w.values;
+  const int64_t value_row = a.latent() ? a.key_dim : padded;
   const int64_t from = a.window > 0 ? std::max<int64_t>(0, t.first - a.window + 1) / kKeys * kKeys : 0;
   for (int64_t begin = from; begin < t.last; begin += kKeys) {
     load_keys(t, begin, t.last, w);
@@ -232,7 +237,7 @@ inline void run_tiles(const Task& t, Workspace& w) {
       soften<kUsed>(t, begin, keys, tile, scores, reinterpret_cast<Vec*>(w.peak) + tile * kVectors,
                     reinterpret_cast<Vec*>(w.total) + tile * kVectors, scale);
       for (int64_t d = 0; d < padded; d += kRows) {
-        multiply_add<kUsed>(w.values + d, 1, padded, scores, out + d * kVectors, scale, keys);
+        multiply_add<kUsed>(values + d, 1, value_row, scores, out + d * kVectors, scale, keys);
       }
     }
   }
@@ -249,7 +254,7 @@ inline void run(const Task& t, Workspace& w) {
       // A sink is a key that every query has seen. Without one it is finite, so that a query with no key stays a number.
       const int64_t head = std::min(Lane::of(t, tile, i).head, t.group() - 1);
       w.total[tile * kTile + i] = a.sinks ? 1.0f : 0.0f;
-      w.peak[tile * kTile + i] = a.sinks ? a.sinks[t.head * t.group() + head] : -1e30f;
+      w.peak[tile * kTile + i] = a.sinks ? a.sinks[t.first_head + head] : -1e30f;
     }
   }
   // The first tile has the most queries.

@@ -1,5 +1,7 @@
 // Attention over the paged cache on CPU, float32: one-token sequences here, chunks in chunk_cpu.h and chunk_amx.h.
 // Compiled on first use for the machine's own instruction set.
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -14,6 +16,8 @@ namespace {
 // Below this many multiplications of chunks, or of single tokens, which wait for memory more, a second thread costs more than
 // it saves.
 constexpr int64_t kParallelWork = 400'000, kParallelSingles = 50'000;
+// Query heads of one task of a chunk at most: more would fill the caches.
+constexpr int64_t kSharers = 8;
 
 // e^x for x <= 0, e^-87 below that; plain arithmetic, so that the compiler vectorizes the loop around it.
 inline float exp_negative(float x) { return exp_in_range<float, int32_t>(std::max(x, -87.0f)); }
@@ -89,7 +93,7 @@ void attend(const PagedAttention& a, int64_t single, int64_t first_head, int64_t
   for (int64_t q = first; q < last; ++q) soften(scores + q * count, count, a, q);
   for_each_key(a, single, begin, end, [&](int64_t i, int64_t row) {
     for (int64_t h = first_head; h < last_head; ++h) {
-      const float* value = a.value_cache + (row + h) * a.value_dim;
+      const float* value = a.value_cache + (row + h) * a.value_row;
       for (int64_t q = h * group; q < (h + 1) * group; ++q) {
         add_scaled<kDim>(out + q * a.value_dim, value, scores[q * count + i], a.value_dim);
       }
@@ -116,18 +120,26 @@ void attend_all(const PagedAttention& a) {
   }
 }
 
-// The chunks of all sequences behind the singles, the last queries first: they see the most keys.
+// The chunks of sequences [from, to), the last queries first: they see the most keys. A task has up to `queries` places and
+// `sharers` of the query heads of a key head.
 template <typename Workspace>
-void attend_chunks(const PagedAttention& a, void (*run)(const chunks::Task&, Workspace&), int64_t queries) {
+void attend_chunks(const PagedAttention& a, void (*run)(const chunks::Task&, Workspace&), int64_t from, int64_t to,
+                   int64_t queries, int64_t sharers) {
   std::vector<chunks::Task> tasks;
+  const int64_t group = a.heads / a.kv_heads, parts = (group + sharers - 1) / sharers;
+  sharers = (group + parts - 1) / parts;
   int64_t work = 0;
-  for (int64_t s = a.singles; s < a.sequences; ++s) {
+  for (int64_t s = from; s < to; ++s) {
     const int64_t *span = a.spans + s * 3, start = span[1], end = span[2];
     const int64_t* table = a.tables + s * a.table_width;
     work += (end - start) * end * a.heads * a.key_dim;
     for (int64_t blocks = (end - start + queries - 1) / queries; blocks-- > 0;) {
       const int64_t first = start + blocks * queries, last = std::min(end, first + queries);
-      for (int64_t h = 0; h < a.kv_heads; ++h) tasks.push_back({a, span[0], start, end, table, h, first, last});
+      for (int64_t h = 0; h < a.kv_heads; ++h) {
+        for (int64_t q = 0; q < group; q += sharers) {
+          tasks.push_back({a, span[0], start, end, table, h, h * group + q, std::min(sharers, group - q), first, last});
+        }
+      }
     }
   }
 #pragma omp parallel for schedule(dynamic) if (work > kParallelWork)
@@ -143,10 +155,16 @@ void attend_chunks(const PagedAttention& a) {
 #ifdef HAVE_AMX_TILES
   if (a.amx) {
     const int64_t queries = chunks::on_amx::kTile * std::max<int64_t>(1, 8 / group);
-    return attend_chunks(a, chunks::on_amx::run, queries);
+    return attend_chunks(a, chunks::on_amx::run, a.singles, a.sequences, queries, kSharers);
   }
 #endif
-  attend_chunks(a, chunks::run, chunks::kTile * std::max<int64_t>(1, 4 / group));
+  attend_chunks(a, chunks::run, a.singles, a.sequences, chunks::kTile * std::max<int64_t>(1, 4 / group), kSharers);
+}
+
+// The one-token sequences of a latent layer: the query heads of one lie side by side in the tiles of a chunk.
+void attend_latent(const PagedAttention& a) {
+  const bool divided = a.singles < omp_get_max_threads();
+  attend_chunks(a, chunks::run, 0, a.singles, chunks::kTile, divided ? chunks::kLanes : chunks::kTile);
 }
 
 // Writes all tokens' keys and values into the cache.
@@ -155,6 +173,7 @@ void write_all(const PagedAttention& a) {
     for (int64_t h = 0; h < a.kv_heads; ++h) {
       const int64_t row = a.slots[t] * a.kv_heads + h;
       std::memcpy(a.key_cache + row * a.key_dim, a.key + t * a.key_token + h * a.key_head, a.key_dim * 4);
+      if (a.latent()) continue;
       std::memcpy(a.value_cache + row * a.value_dim, a.value + t * a.value_token + h * a.value_head, a.value_dim * 4);
     }
   }
@@ -169,6 +188,7 @@ void paged_attend(const PagedAttention* p) {
   write_all(*p);
   if (p->singles < p->sequences) attend_chunks(*p);
   if (!p->singles) return;
+  if (p->latent()) return attend_latent(*p);
   const int64_t dim = p->key_dim == p->value_dim ? p->key_dim : 0;
   if (dim == 64) {
     attend_all<64>(*p);

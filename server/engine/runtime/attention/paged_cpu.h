@@ -13,18 +13,21 @@ struct PagedAttention {
   const float* value;
   int64_t query_token, query_head, key_token, key_head, value_token, value_head;
   float* out;  // [tokens, heads, value_dim], dense
-  // [num_blocks, block_size, kv_heads, dim], dense
+  // [num_blocks, block_size, kv_heads, dim], dense; one and the same if values are the first columns of keys
   float* key_cache;
   float* value_cache;
   const int64_t* slots;   // [tokens]: where each token's key and value go
   const int64_t* tables;  // [sequences, table_width]: each sequence's blocks, the singles' first
   const int64_t* spans;   // [sequences, 3]: row of the batch, start and end of its tokens
   int64_t tokens, singles, sequences, table_width, block_size, heads, kv_heads, key_dim, value_dim;
+  int64_t value_row;  // floats from one value in the cache to the next: key_dim where values are the first columns of keys
   int64_t window;  // 0: none
   const float* sinks;  // [heads]: the score of one more key, whose value is zero; null: none
   float scaling;
   float softcap;  // 0: none
   int32_t amx;    // whether this machine runs AMX
+
+  bool latent() const { return value_cache == key_cache; }
 };
 }
 

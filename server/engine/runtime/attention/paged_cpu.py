@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 
 from nf4_kernels import cpu
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
+from server.engine.runtime.attention.latent import LatentHeads
 from server.engine.runtime.attention.sdpa import SdpaBackend
-from server.engine.runtime.batch import Batch
+from server.engine.runtime.batch import Batch, Span
 from server.engine.runtime.native import load_native
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
@@ -26,11 +28,40 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("value_token", "value_head")),
         *((name, ctypes.c_void_p) for name in ("out", "key_cache", "value_cache", "slots", "tables", "spans")),
         *((name, ctypes.c_int64) for name in ("tokens", "singles", "sequences", "table_width", "block_size")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_dim", "value_dim", "window")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_dim", "value_dim", "value_row", "window")),
         ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
         ("amx", ctypes.c_int32),
     )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The sequences of a batch by how latent layers attend: with latents, or with expanded keys and values."""
+
+    rows: torch.Tensor | None
+    """int64: the batch's rows of those that attend with latents; None: there are none."""
+    spans: torch.Tensor
+    """Of _Call: those that attend with latents, in these rows."""
+    tables: torch.Tensor
+    """Of _Call: theirs."""
+    expanded: list[int]
+    """The places of the other sequences."""
+
+    @classmethod
+    def of(cls, batch: Batch, heads: LatentHeads) -> _Parts:
+        """Divide a batch by what takes fewer operations."""
+        given = batch.spans
+        pairs = zip(given.lengths.tolist(), given.ends.tolist(), strict=True)
+        expanded = [index for index, (length, end) in enumerate(pairs) if length > 1 and heads.expands(length, end)]
+        others = np.setdiff1d(np.arange(len(given)), expanded)
+        lengths = given.lengths[others]
+        firsts = lengths.cumsum() - lengths
+        rows = np.repeat(given.first_rows[others] - firsts, lengths) + np.arange(lengths.sum())
+        tables = given.tables.blocks[given.rows[others], : int(given.counts.max())].astype(np.int64)
+        spans = np.stack((firsts, given.starts[others], given.ends[others]), axis=1)
+        own = [torch.from_numpy(part) for part in (rows, spans, tables)]
+        return cls(own[0] if len(others) else None, own[1], own[2], expanded)
 
 
 def paged_cpu_error() -> str | None:
@@ -73,6 +104,7 @@ class PagedCpuBackend(SdpaBackend):
         self._address = ctypes.addressof(self._call)
         # The tensors that _call points to.
         self._kept: tuple[torch.Tensor, ...] = ()
+        self._parts: dict[tuple[torch.Size, torch.Size], _Parts] = {}
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
@@ -81,6 +113,7 @@ class PagedCpuBackend(SdpaBackend):
         tables = torch.from_numpy(given.tables.blocks[given.rows, :width].astype(np.int64))
         spans = torch.from_numpy(np.stack((given.first_rows, given.starts, given.ends), axis=1))
         self._kept = (batch.slots, tables, spans)
+        self._parts = {}
         call = self._call
         call.slots, call.tables, call.spans = (tensor.data_ptr() for tensor in self._kept)
         call.tokens, call.singles, call.sequences = batch.num_tokens, batch.num_single, len(batch.spans)
@@ -96,6 +129,59 @@ class PagedCpuBackend(SdpaBackend):
         self._attend(self._address)
         self._attend_again(layer, query, out, options)
         return out.to(dtype)
+
+    def attend_latent(
+        self, layer: int, query: torch.Tensor, latent: torch.Tensor, heads: LatentHeads, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See AttentionBackend. Chunks for which it takes fewer operations attend over expanded keys and values."""
+        batch = self._batch
+        assert batch is not None
+        key = heads.key.shape, heads.value.shape
+        if key not in self._parts:
+            self._parts[key] = _Parts.of(batch, heads)
+        parts = self._parts[key]
+        if not parts.expanded or self._image_queries:
+            return super().attend_latent(layer, query, latent, heads, options)
+        self._flat_keys[layer].index_copy_(0, batch.slots, latent.float())
+        out = query.new_empty(*query.shape[:2], heads.value.shape[2])
+        call = _Call.from_buffer_copy(self._call)
+        call.tokens = 0
+        if parts.rows is not None:
+            absorbed = heads.absorbed(query[parts.rows]).float()
+            sums = absorbed.new_empty(*absorbed.shape[:2], heads.rank)
+            self._fill(call, layer, (absorbed, latent, latent, sums), options)
+            call.spans, call.tables = parts.spans.data_ptr(), parts.tables.data_ptr()
+            call.sequences = len(parts.spans)
+            self._attend(ctypes.addressof(call))
+            out[parts.rows] = heads.values_of(sums.to(query.dtype))
+        for index in parts.expanded:
+            self._attend_expanded(layer, batch.spans[index], query, out, heads, options)
+        return out
+
+    def _attend_expanded(
+        self,
+        layer: int,
+        span: Span,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        heads: LatentHeads,
+        options: AttentionOptions,
+    ) -> None:
+        """Fill out's rows of one sequence, whose latents are in the cache; its keys and values take the place of a cache."""
+        rows, blocks = slice(span.row, span.row + span.length), torch.tensor(list(span.blocks))
+        latents = self._keys[layer].index_select(0, blocks).flatten(0, 2)[: span.end].to(query.dtype)
+        keys, values = (tensor.transpose(0, 1).float().contiguous() for tensor in heads.expanded(latents))
+        own, sums = query[rows].float(), torch.empty(span.length, query.shape[1], values.shape[2])
+        place = torch.tensor([0, span.start, span.end])
+        call = _Call(block_size=span.end, amx=self._call.amx, sequences=1, table_width=1)
+        self._fill(call, layer, (own, own, own, sums), options)
+        # The one block is the first of the table, whose number is 0 as the first of place.
+        call.spans, call.tables = place.data_ptr(), place.data_ptr()
+        call.key_cache, call.value_cache = keys.data_ptr(), values.data_ptr()
+        call.kv_heads = query.shape[1]
+        call.key_dim, call.value_dim, call.value_row = keys.shape[2], values.shape[2], values.shape[2]
+        self._attend(ctypes.addressof(call))
+        out[rows] = sums.to(out.dtype)
 
     def call_of(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor
@@ -122,5 +208,6 @@ class PagedCpuBackend(SdpaBackend):
         call.key_cache, call.value_cache = self._pointers[layer]
         call.heads, call.kv_heads = query.shape[1], shape.kv_heads
         call.key_dim, call.value_dim = shape.key_dim, shape.value_dim
+        call.value_row = shape.key_dim if shape.is_latent else shape.value_dim
         call.window, call.scaling, call.softcap = options.window or 0, options.scaling, options.softcap or 0.0
         call.sinks = self.sinks[layer].data_ptr() if options.sinks else None

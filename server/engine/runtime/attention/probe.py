@@ -15,6 +15,7 @@ from server.checkpoint.classes import ATTENTION_KINDS
 from server.checkpoint.states import STATE_KINDS, has_states, state_modules
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape, UnsupportedModelError
 from server.engine.runtime.attention.calls import IMPLEMENTATION, PROBED_IMPLEMENTATION, attending
+from server.engine.runtime.attention.latent import LatentHeads
 from server.engine.runtime.attention.masks import FARTHEST, MaskReader, UnknownMaskError
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.limits import own_limit
@@ -64,6 +65,13 @@ class _Probe(AttentionBackend):
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], query.shape[1])
         self.options[layer] = replace(options, window=self.windows.get(layer, options.window))
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+    def attend_latent(
+        self, layer: int, query: torch.Tensor, latent: torch.Tensor, heads: LatentHeads, options: AttentionOptions
+    ) -> torch.Tensor:
+        out = super().attend_latent(layer, query, latent, heads, options)
+        self.shapes[layer] = replace(self.shapes[layer], is_latent=True)
+        return out
 
 
 def _leave_unscaled(model: PreTrainedModel) -> None:

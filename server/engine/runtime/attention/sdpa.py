@@ -36,15 +36,21 @@ class SdpaBackend(AttentionBackend):
         sizes = [
             (num_blocks, block_size, shape.kv_heads, dim)
             for shape in shapes
-            for dim in (shape.key_dim, shape.value_dim)
+            for dim in ([shape.key_dim] if shape.is_latent else [shape.key_dim, shape.value_dim])
         ]
         if device.type == "cpu":
-            cache = host_zeros(sizes, dtype)
+            cache = iter(host_zeros(sizes, dtype))
         else:
-            cache = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
-        self._keys, self._values = cache[::2], cache[1::2]
+            cache = iter([torch.zeros(size, dtype=dtype, device=device) for size in sizes])
+        self._keys, self._values = [], []
+        for shape in shapes:
+            self._keys.append(next(cache))
+            self._values.append(self._keys[-1][..., : shape.value_dim] if shape.is_latent else next(cache))
         self._flat_keys = [t.view(-1, *t.shape[2:]) for t in self._keys]
-        self._flat_values = [t.view(-1, *t.shape[2:]) for t in self._values]
+        # None: a latent layer's are part of its keys.
+        self._flat_values = [
+            None if shape.is_latent else t.view(-1, *t.shape[2:]) for shape, t in zip(shapes, self._values, strict=True)
+        ]
         self._batch: Batch | None = None
         self._singles: dict[int | None, _Singles] = {}
         self._image_queries: Sequence[ImageQueries] = ()
@@ -60,7 +66,8 @@ class SdpaBackend(AttentionBackend):
         batch = self._batch
         assert batch is not None
         self._flat_keys[layer].index_copy_(0, batch.slots, key)
-        self._flat_values[layer].index_copy_(0, batch.slots, value)
+        if (values := self._flat_values[layer]) is not None:
+            values.index_copy_(0, batch.slots, value)
         singles = batch.num_single
         if singles == len(batch.spans):
             return self._attend_singles(layer, query, options)

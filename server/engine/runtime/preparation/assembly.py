@@ -24,6 +24,7 @@ from server.engine.runtime.model.exchanged import exchange_outputs
 from server.engine.runtime.model.expanded import expand_weights
 from server.engine.runtime.model.host_embedding import read_from_host
 from server.engine.runtime.model.image_tower import ImageTower, has_tower
+from server.engine.runtime.model.latents import keep_latents
 from server.engine.runtime.model.lora_registry import install_adapters
 from server.engine.runtime.model.projections import replace_projections
 from server.engine.runtime.paged_model import PagedModel
@@ -81,6 +82,7 @@ def build_runner(
     if sharded:
         exchange_outputs(model, sharded.parts, sharded.shard, sharded.norms)
     adapt_forward(model)
+    keep_latents(model)
     spec = CacheSpec.of(model, config)
     states = make_states(model, spec.bytes_per_block, config)
     if states is not None:

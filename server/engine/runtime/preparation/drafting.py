@@ -17,6 +17,7 @@ from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.limits import ModelLimits, own_limit, sequence_limit
 from server.engine.runtime.model.class_forward import adapt_forward
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
+from server.engine.runtime.model.latents import keep_latents
 from server.engine.runtime.model.projections import replace_projections
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.cache import CacheSpec
@@ -39,6 +40,7 @@ class DraftPreparation:
         else:
             use_kernels(model.device, model.dtype, model.config.get_text_config().vocab_size)
         adapt_forward(model)
+        keep_latents(model)
         self._model = model
         self._config = config
         self._clock = clock

@@ -54,5 +54,6 @@ def stored_dtype(name: KVCacheDtype, auto: torch.dtype) -> torch.dtype:
 
 def bytes_per_token(shape: LayerShape, dtype: torch.dtype) -> int:
     """Cache bytes that one token takes in a layer, scales included."""
-    scales = 2 * shape.kv_heads * SCALE_BYTES if dtype.itemsize == 1 else 0
+    rows = (1 if shape.is_latent else 2) * shape.kv_heads
+    scales = rows * SCALE_BYTES if dtype.itemsize == 1 else 0
     return shape.bytes_per_token(dtype.itemsize) + scales
