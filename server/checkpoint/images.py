@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 IMAGE_TYPES = frozenset(
     (
-        "aya_vision", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava", "llava_next",
-        "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+        "aya_vision", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl", "lfm2_vl", "llava",
+        "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
     )
 )  # fmt: skip
 """Model types whose images are served."""

@@ -15,8 +15,11 @@ from server.checkpoint.images import image_token_id
 from server.checkpoint.inspection import read_json
 from server.checkpoint.tokenizer_files import load_tokenizer
 from server.images.decoding import ImageError
+from server.images.lfm2_vl import Lfm2VlLayout
 
-TENSORS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "image_position_ids")
+TENSORS = (
+    "pixel_values", "pixel_attention_mask", "spatial_shapes", "image_sizes", "image_grid_thw", "image_position_ids",
+)  # fmt: skip
 """What image towers take, of all that image processors give."""
 
 Tensors = dict[str, npt.NDArray[Any]]
@@ -65,6 +68,8 @@ def _load(folder: Path, tokenizer: Any) -> Any:
     from transformers import AutoConfig, AutoImageProcessor
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if config.model_type == "lfm2_vl":
+        return Lfm2VlLayout(folder, tokenizer)
     # The processors that are written for Pillow and numpy: the others need torchvision.
     images = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
     if type(images).__name__.startswith("Pixtral"):

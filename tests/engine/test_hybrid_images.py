@@ -28,7 +28,7 @@ from tests.api.images.image_models import picture, write_image_model
 from tests.checkpoint.layouts import CPU, change_json, reference_model, save_nf4, silent
 from tests.checkpoint.test_hybrids import SKIPPED, made
 from tests.engine.model.image_prompts import Answer, Picture, Prompt, answers, expected, given_to_transformers
-from tests.engine.model.test_image_prompts import qwen, text
+from tests.engine.model.test_image_prompts import PICTURES, qwen, text
 
 CONFIG = EngineConfig(
     device="cpu", block_size=4, kv_cache_bytes=2**22, max_num_batched_tokens=32, state_snapshot_tokens=16
@@ -57,7 +57,7 @@ def runner_of(model_type: str, **changes: Any) -> ModelRunner:
     return build_runner(copy.deepcopy(model_of(model_type)), CONFIG.model_copy(update=changes))
 
 
-@pytest.fixture(params=["qwen3_5", "qwen3_5_moe"])
+@pytest.fixture(params=["qwen3_5", "qwen3_5_moe", "lfm2_vl"])
 def model_type(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -75,16 +75,17 @@ def check(model: PreTrainedModel, engine: Engine, *prompts: Prompt, tolerance: f
         assert (rows.amax(-1) - torch.tensor(own.logprobs) < tolerance).all(), (prompt.ids, found, own)
 
 
-def batch() -> list[Prompt]:
+def batch(model_type: str) -> list[Prompt]:
     """Eight prompts: two images in one, images at the begin, at the end and across the end of a step, and texts."""
+    shown = [PICTURES[model_type](seed) for seed in range(7)]
     return [
-        Prompt([text(1, 5), qwen(1), text(2, 3), qwen(2), text(3, 4)]),
+        Prompt([text(1, 5), shown[1], text(2, 3), shown[2], text(3, 4)]),
         Prompt([text(4, 9)]),
-        Prompt([qwen(3), text(5, 30)]),
-        Prompt([text(6, 27), qwen(4), text(7, 2)]),
-        Prompt([text(8, 3), qwen(1)]),
+        Prompt([shown[3], text(5, 30)]),
+        Prompt([text(6, 27), shown[4], text(7, 2)]),
+        Prompt([text(8, 3), shown[1]]),
         Prompt([text(9, 40)]),
-        Prompt([qwen(5), qwen(6)]),
+        Prompt([shown[5], shown[6]]),
         Prompt([text(10, 1)]),
     ]
 
@@ -94,17 +95,18 @@ def batch() -> list[Prompt]:
 def test_chunks_may_end_anywhere_in_an_image(model_type: str, chunk: int, eager: bool) -> None:
     config = CONFIG.model_copy(update={"max_num_batched_tokens": chunk, "max_num_seqs": 1, "enforce_eager": eager})
     engine = Engine(runner_of(model_type, enforce_eager=eager), config)
-    check(model_of(model_type), engine, *batch()[:5])
+    check(model_of(model_type), engine, *batch(model_type)[:5])
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["transformers' layers", "written layers"])
 def test_texts_and_images_in_a_batch_of_eight(model_type: str, eager: bool) -> None:
     engine = Engine(runner_of(model_type, enforce_eager=eager, max_num_seqs=8, state_snapshot_bytes=2**18), CONFIG)
     for _ in range(2):  # the second time behind prefixes that are known
-        check(model_of(model_type), engine, *batch())
+        check(model_of(model_type), engine, *batch(model_type))
     assert engine.stats().state_snapshot_hits > 0
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
 def test_what_an_image_shows_matters(model_type: str) -> None:
     """And so do its rows and columns, which positions of three axes name."""
     model, shown = model_of(model_type), qwen(1)
@@ -117,12 +119,15 @@ def test_what_an_image_shows_matters(model_type: str) -> None:
 def test_preempted_sequences_compute_their_images_again(model_type: str) -> None:
     for caching in (False, True):
         engine = Engine(runner_of(model_type), CONFIG.model_copy(update={"enable_prefix_caching": caching}))
-        prompts = [Prompt([text(i, 12 + -(14 + len(qwen(i).tokens)) % 4), qwen(i), text(i, 2)]) for i in (1, 3, 5)]
+        # They fill whole blocks, so that every sequence needs two more for its answer, of which each gets one.
+        shown = {i: PICTURES[model_type](i) for i in (1, 3, 5)}
+        prompts = [Prompt([text(i, 12 + -(14 + len(own.tokens)) % 4), own, text(i, 2)]) for i, own in shown.items()]
         engine._blocks._free = deque(range(sum(-(-len(prompt.ids) // 4) for prompt in prompts) + 3))
         check(model_of(model_type), engine, *prompts)
         assert engine.stats().preemptions > 0
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
 def test_an_images_hash_counts_in_keys_and_in_snapshots(model_type: str) -> None:
     """A snapshot behind or within an image is found with this image, and not with another of its size."""
     engine, model = Engine(runner_of(model_type), CONFIG), model_of(model_type)
@@ -149,7 +154,11 @@ def test_a_conversation_about_images_goes_on_from_its_last_turn(model_type: str)
     parts: list[list[int] | Picture] = []
     rng, computed, new = random.Random(3), 0, 0
     for turn in range(5):
-        added = [text(turn, rng.randint(5, 20)), *([qwen(turn)] if turn % 2 == 0 else []), text(turn + 50, 6)]
+        added = [
+            text(turn, rng.randint(5, 20)),
+            *([PICTURES[model_type](turn)] if turn % 2 == 0 else []),
+            text(turn + 50, 6),
+        ]
         before, known = engine.stats().prefix_cache_hits, len(Prompt(parts).ids)
         prompt = Prompt([*parts, *added])
         check(model, engine, prompt)
@@ -164,13 +173,13 @@ def test_many_mixed_requests_with_few_blocks(model_type: str) -> None:
     """With preemption, snapshots that go and aborted requests: answers of transformers, whatever ran before."""
     config = CONFIG.model_copy(update={"max_num_seqs": 5, "state_snapshot_bytes": 2**16})
     engine = Engine(runner_of(model_type, max_num_seqs=5, state_snapshot_bytes=2**16), config)
-    engine._blocks._free = deque(range(24))
+    engine._blocks._free = deque(range(20))
     rng = random.Random(1)
     for _ in range(4):
         prompts = []
         for _ in range(6):
             common = text(1, 12)[: rng.choice((0, 7, 12))]
-            shown = [qwen(rng.randrange(4)) for _ in range(rng.choice((0, 1, 1, 2)))]
+            shown = [PICTURES[model_type](rng.randrange(4)) for _ in range(rng.choice((0, 1, 1, 2)))]
             prompts.append(Prompt([common, *shown, text(rng.randrange(9), rng.randint(1, 25))]))
         engine.add(prompts[0].request())
         engine.step()
@@ -194,7 +203,12 @@ def test_layouts(layout: str, eager: bool, tmp_path: Path) -> None:
     assert (len(packed) > 0) == (layout == "NF4")
     config = CONFIG.model_copy(update={"enforce_eager": eager})
     runner = build_runner(load_model(folder, CPU, torch.float32, silent, towers=True), config)
-    check(reference_model(folder, tmp_path / "reference"), Engine(runner, config), *batch(), tolerance=FIXED_POINT)
+    check(
+        reference_model(folder, tmp_path / "reference"),
+        Engine(runner, config),
+        *batch("qwen3_5"),
+        tolerance=FIXED_POINT,
+    )
 
 
 def test_16_bit_quantized_while_loading(tmp_path: Path) -> None:
@@ -205,7 +219,7 @@ def test_16_bit_quantized_while_loading(tmp_path: Path) -> None:
     # What it is after it was quantized, as transformers saves that and reads it again.
     packed = tmp_path / "packed"
     copy.deepcopy(model).save_pretrained(packed)
-    check(reference_model(packed, tmp_path / "reference"), Engine(build_runner(model, CONFIG), CONFIG), *batch(),
+    check(reference_model(packed, tmp_path / "reference"), Engine(build_runner(model, CONFIG), CONFIG), *batch("qwen3_5"),
           tolerance=FIXED_POINT)  # fmt: skip
 
 

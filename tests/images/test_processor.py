@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,21 +14,23 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
+from server.checkpoint.base import CheckpointError
 from server.checkpoint.images import IMAGE_TYPES, without_images
 from server.checkpoint.loading import load_model
 from server.config import EngineConfig
 from server.engine.runtime.model.image_tower import ImageTower
 from server.engine.runtime.model.projections import replace_projections
 from server.images.decoding import ImageError
+from server.images.lfm2_vl import Lfm2VlLayout, Lfm2VlSettings
 from server.images.processor import ImageProcessor
 from tests.api.images.image_models import KINDS, picture, write_image_model
-from tests.checkpoint.layouts import CPU, silent
+from tests.checkpoint.layouts import CPU, change_json, silent
 from tests.engine.model.image_prompts import Picture, Prompt
 
 SIZES = [(40, 30), (28, 28), (100, 20), (15, 90), (200, 170)]
 NEED_PACKAGES = {
     "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "glm4v",
-    "glm46v", "glm4v_moe", "gemma4", "internvl",
+    "glm46v", "glm4v_moe", "gemma4", "internvl", "lfm2_vl",
 }  # fmt: skip
 """Those whose processor classes transformers does not load without torchvision or num2words."""
 
@@ -91,3 +97,50 @@ def test_rows_of_pixtral_end_with_a_token(tmp_path: Path) -> None:
     # Larger ones are scaled to the longest edge of its settings.
     _, text, _ = processor.prepare(Image.new("RGB", (560, 280)))
     assert text.count("[IMG]") == 4 * 2
+
+
+LFM2_VL: list[dict[str, Any]] = [
+    {"tile_size": 56, "encoder_patch_size": 14, "min_image_tokens": 1, "max_image_tokens": 4, "max_tiles": 4},
+    {},
+    {"use_thumbnail": False, "max_tiles": 3, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]},
+    {"do_image_splitting": False},
+]
+
+
+@pytest.mark.slow
+def test_lfm2_vls_images_are_as_transformers_own_processor_makes_them(tmp_path: Path) -> None:
+    folders = [tmp_path / str(index) for index in range(len(LFM2_VL))]
+    for folder, settings in zip(folders, LFM2_VL, strict=True):
+        folder.mkdir()
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        for width, height in [(1, 1), (100, 20), (640, 480), (800, 1000), (1024, 1024), (1500, 300)]:
+            noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(noise).save(folder / f"{width}.png")
+    command = [sys.executable, "-m", "tests.images.lfm2_vl_oracle", *map(str, folders)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    for folder, settings in zip(folders, LFM2_VL, strict=True):
+        layout = Lfm2VlLayout(folder, None)
+        # Pillow and torch round a scaled pixel alike but for one level of 256.
+        level = 1.01 / 255 / min(settings.get("image_std", [0.5]))
+        for file in folder.glob("*.png"):
+            found, (text,) = layout._process_images([Image.open(file)])
+            expected = np.load(file.with_suffix(".npz"))
+            assert text == str(expected["text"])
+            assert np.array_equal(found["pixel_attention_mask"], expected["pixel_attention_mask"])
+            assert np.array_equal(found["spatial_shapes"], expected["spatial_shapes"])
+            assert found["pixel_values"].shape == expected["pixel_values"].shape
+            assert np.abs(found["pixel_values"] - expected["pixel_values"]).max() <= level
+
+
+def test_what_lfm2_vl_does_not_take_is_named(tmp_path: Path) -> None:
+    folder = write_image_model(tmp_path / "model", "lfm2_vl")
+    with pytest.raises(ImageError, match="its sides of 1 and 3000 pixels differ too much"):
+        ImageProcessor(folder).prepare(Image.new("RGB", (1, 3000)))
+    change_json(folder, lambda found: found.update(tile_size="large"), "preprocessor_config.json")
+    with pytest.raises(CheckpointError, match=r"its image processor cannot be loaded: .*tile_size"):
+        ImageProcessor(folder)
+
+
+def test_lfm2_vls_settings_in_the_processors_file(tmp_path: Path) -> None:
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"tile_size": 64, "do_pad": None}}))
+    assert Lfm2VlSettings.of(tmp_path) == Lfm2VlSettings(tile_size=64)

@@ -180,6 +180,17 @@ KINDS: dict[str, Kind] = {
         _TILES,
         {"processor_class": "InternVLProcessor", "image_seq_length": 1},
     ),
+    "lfm2_vl": Kind(
+        {
+            "image_token": "<image>", "start": "<|image_start|>", "end": "<|image_end|>", "thumbnail": "<|img_thumbnail|>",
+            **{f"tile_{row}_{column}": f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)},
+        },
+        "<image>",
+        {
+            "image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 14, "tile_size": 56, "max_tiles": 4,
+            "min_image_tokens": 1, "max_image_tokens": 4, "crop_size": None, "do_pad": True, "resample": 2,
+        },
+    ),
     "aya_vision": Kind(
         {
             "image_token": "<|IMG_PATCH|>", "start": "<|START_OF_IMG|>", "end": "<|END_OF_IMG|>",

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, Idefics3Processor, PreTrainedModel, PreTrainedTokenizerFast
 
+from server.images.lfm2_vl import Lfm2VlLayout
 from tests.api.images.image_models import KINDS, Kind, encoded, image_part, picture, write_image_model
 from tests.checkpoint.layouts import reference_model
 from tests.conftest import RunningServer, start_server
@@ -76,6 +77,9 @@ class Served:
             both = own(images=[image], text=self.kind.replaced, return_tensors="pt", add_special_tokens=False)
             names = ("pixel_values", "image_sizes")
             return {n: both[n] for n in names if n in both}, own.tokenizer.decode(both["input_ids"][0])
+        if self.name == "lfm2_vl":  # test_processor.py compares it with transformers' own
+            found, texts = Lfm2VlLayout(self.folder, None)._process_images([image])
+            return {name: torch.from_numpy(array) for name, array in found.items()}, texts[0]
         own = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
         if self.name in (
             "idefics3",

@@ -83,6 +83,16 @@ def gemma4(seed: int) -> Picture:
     return Picture({"pixel_values": patches, "image_position_ids": places}, [123] + [TOKEN] * (count // 9) + [124])
 
 
+def lfm2_vl(seed: int) -> Picture:
+    """Two tiles of 4 x 4 patches, each behind a token that names it, and the whole image, with patches of padding."""
+    shapes = torch.tensor([[4, 4], [4, 4], [2, 4]])
+    mask = torch.arange(16) < shapes.prod(-1)[:, None]
+    patches = pixels(seed, 3, 16, 3 * 14 * 14) * mask[..., None]
+    tensors = {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    rows = [122, 110, *[TOKEN] * 4, 111, *[TOKEN] * 4, 112, *[TOKEN] * 2, 123]
+    return Picture(tensors, rows, TOKEN)
+
+
 PICTURES: dict[str, Callable[[int], Picture]] = {
     "llava": llava,
     "llava_next": llava_next,
@@ -98,6 +108,7 @@ PICTURES: dict[str, Callable[[int], Picture]] = {
     "qwen3_vl_moe": qwen,
     "qwen3_5": qwen,
     "qwen3_5_moe": qwen,
+    "lfm2_vl": lfm2_vl,
     "glm4v": qwen,
     "glm46v": qwen,
     "glm4v_moe": qwen,
