@@ -86,6 +86,7 @@ def dummy_shard(
     """A shard of such a model. Its rank decides what its weights are. Raises CheckpointError as load_shard() does."""
     config = read_config(folder)
     check_count(config, BLOCKSIZE, shard.count, str(folder))
+    skipped = _skipped(config)
     empty = empty_shard(config, dtype, replace(shard, blocksize=BLOCKSIZE), folder)
     model, parts = empty.model, empty.parts
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -96,9 +97,12 @@ def dummy_shard(
             meta = layer.weight.new_empty(rows, layer.weight.shape[1])
             set_vocabulary(layer, meta, None if bias is None else bias.new_empty(rows))
         for name, part in parts.items():
+            if not skipped.isdisjoint(name.split(".")):
+                continue
             biased = model.get_submodule(name).bias is not None and not (part.is_partial and shard.rank)
             model.set_submodule(name, _random_part(part, biased, device, dtype))
-        fill_randomly(model, device, dtype, progress, experts=empty.experts)
+        in_nf4 = {name for name in parts if skipped.isdisjoint(name.split("."))}
+        fill_randomly(model, device, dtype, progress, in_nf4.__contains__, experts=empty.experts)
     model.tie_weights()
     progress("making random weights", 1.0)
     return ShardedModel(model.eval().requires_grad_(False), parts, shard, empty.norms)

@@ -53,9 +53,7 @@ def check_hybrid(folder: Path, config: Any, engine: EngineConfig) -> None:
     if not has_states(config):
         return
     asked = {
-        f"engine.tensor_parallel_size {engine.tensor_parallel_size}": engine.tensor_parallel_size not in (1, "auto"),
         f"engine.speculation {engine.speculation}": engine.speculation != "off",
-        "LoRA adapters": engine.lora_slots > 0,
         "engine.batch_invariant": engine.batch_invariant,
     }
     for what, is_asked in asked.items():

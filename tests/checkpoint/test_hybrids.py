@@ -83,8 +83,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(model_type: str) -> PreTrainedModel:
-    model = random_model(config_of(model_type, **MODELS[model_type]))
+def made(model_type: str, **sizes: Any) -> PreTrainedModel:
+    """A random model; sizes: of its text model, others than those of MODELS."""
+    settings = MODELS[model_type]
+    settings = (
+        {**settings, "text_config": settings["text_config"] | sizes} if "text_config" in settings else settings | sizes
+    )
+    model = random_model(config_of(model_type, **settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name and parameter.dim() == 1:
@@ -193,9 +198,7 @@ def test_random_weights_for_benchmarks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"tensor_parallel_size": 2}, "engine.tensor_parallel_size 2"),
         ({"speculation": "lookup"}, "engine.speculation lookup"),
-        ({"allow_runtime_lora": True}, "LoRA adapters"),
         ({"batch_invariant": True}, "engine.batch_invariant"),
     ],
 )

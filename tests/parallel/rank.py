@@ -45,13 +45,18 @@ class Answers(TypedDict):
     """Whether its layers are written ones."""
 
 
+def prompts_of(vocabulary: int) -> list[list[int]]:
+    """The prompts, of the lengths that PROMPTS has."""
+    rng = random.Random(0)
+    return [[rng.randrange(3, vocabulary) for _ in range(length)] for length in PROMPTS]
+
+
 def answers(folder: Path, membership: Membership | None, config: EngineConfig = CONFIG) -> Answers:
     """The answers of a model, or of this rank of it."""
     runner = load_runner(folder, config, lambda *_: None, membership)
     model = runner._paged.model
     engine = Engine(runner, config)
-    rng, vocabulary = random.Random(0), runner.limits.vocab_size
-    prompts = [[rng.randrange(3, vocabulary) for _ in range(length)] for length in PROMPTS]
+    prompts = prompts_of(runner.limits.vocab_size)
     requests = [
         # Among four tokens, a uniform number is seldom so close to a boundary that rounding decides.
         make_request(prompt, str(len(prompt)), temperature=temperature, top_k=4, seed=5, ignore_eos=True, logprobs=2)

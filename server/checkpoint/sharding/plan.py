@@ -19,6 +19,7 @@ from server.checkpoint.sharding.heads import norms_of, sinks_of, split_norms
 from server.checkpoint.sharding.memory import shard_bytes
 from server.checkpoint.sharding.multimodal import keep_text_model, set_type
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, shard_config
+from server.checkpoint.sharding.states import states_of
 from server.checkpoint.sharding.stored import largest_blocks
 
 
@@ -112,5 +113,8 @@ def empty_shard(
     keep_text_model(whole, model, towers)
     experts = experts_of(whole, model, shard, folder)
     sinks, norms = sinks_of(whole, model, shard), norms_of(whole, model, shard, folder)
-    parts = parts_of(whole, model, config, shard, folder, {*experts, *sinks, *norms})
-    return EmptyShard(model, parts, experts, sinks | split_norms(model, norms, parts), tuple(norms))
+    states = states_of(whole, model, shard, folder)
+    others = {*experts, *sinks, *norms, *states.parts, *states.rows}
+    parts = parts_of(whole, model, config, shard, folder, others) | states.parts
+    rows = sinks | states.rows | split_norms(model, norms, parts)
+    return EmptyShard(model, parts, experts, rows, tuple(norms))

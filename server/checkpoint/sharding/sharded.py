@@ -22,6 +22,7 @@ from server.checkpoint.sharding.shards import Part, Shard
 from server.checkpoint.sharding.slices import cut_linear
 from server.checkpoint.sharding.stored import BLOCKSIZE, StoredTensors
 from server.checkpoint.sharding.vocabulary import set_vocabulary, shares_embedding, vocabulary_rows
+from server.checkpoint.states import NARROW_INPUTS
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class _Filling:
         self._shard = plan.shard
         self._parts = plan.empty.parts
         self._split = plan.empty.rows
+        self._narrow = {name for name in self._parts if name.rpartition(".")[2] in NARROW_INPUTS}
 
     def run(self, progress: Progress) -> None:
         """Fill all modules."""
@@ -153,7 +155,7 @@ class _Filling:
         stored, weight = self._stored, f"{name}.weight"
         bias = self._bias(name, module, part)
         state, values = stored.quant_state(weight), stored[weight]
-        if state is None and self._info.quantization == "none":
+        if state is None and self._info.quantization == "none" and name not in self._narrow:
             # The scale of the scales spans the whole weight, which therefore is quantized as a whole.
             values, state = quantize_4bit(
                 values.to(self._device, self._dtype).contiguous(), blocksize=BLOCKSIZE, compress_statistics=True,

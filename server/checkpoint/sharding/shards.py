@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.sharding.roles import plan_of, role_of
+from server.checkpoint.sharding.state_sizes import narrow_states, state_sizes, states_in_words, undivided_states
 from server.checkpoint.sharding.widths import is_padded, part_of_width, range_of, widths_of
 
 # Embeddings and the output layer are padded so that each shard has a multiple of this many rows.
@@ -89,17 +90,19 @@ def possible_counts(config: PretrainedConfig, blocksize: int) -> list[int]:
     if _undivided(config):
         return [1]
     layers = [(*heads_of(layer), widths_of(layer).values(), _value_dim(layer)) for layer in layer_configs(text)]
-    return [
+    most = min(MOST_SHARDS, *(heads for heads, *_ in layers))
+    states = state_sizes(text, blocksize)
+    return [1] + [
         count
-        for count in range(1, min(MOST_SHARDS, *(heads for heads, *_ in layers)) + 1)
-        if count == 1
-        or all(
+        for count in range(2, most + 1)
+        if all(
             heads % count == 0
             and (kv_heads % count == 0 or count % kv_heads == 0)
             and all(part_of_width(width, count, blocksize) for width in widths)
             and heads // count * dim % blocksize == 0
             for heads, kv_heads, widths, dim in layers
         )
+        and all(size % count == 0 and size // count % multiple == 0 for size, multiple in states)
     ]
 
 
@@ -113,7 +116,8 @@ def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str,
         return
     reason = _undivided(config)
     if reason is None:
-        layers = layer_configs(config.get_text_config())
+        text = config.get_text_config()
+        layers = layer_configs(text)
         widths = sorted({width for layer in layers for width in widths_of(layer).values()})
         heads, kv_heads = (
             " and ".join(str(size) for size in sorted(set(sizes)))
@@ -122,6 +126,7 @@ def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str,
         wide = f"{' or '.join(map(str, widths))} features of {'the MLP' if len(widths) < 2 else 'its MLPs'}"
         reason = f"{heads} heads, {kv_heads} KV heads and {wide} in blocks of {blocksize}"
         reason += f", as {largest} has them" if largest else ""
+        reason += states_in_words(text)
     raise CheckpointError(
         f"{what}: engine.tensor_parallel_size {count} does not divide the model: it has {reason};"
         f" possible: {', '.join(map(str, possible))}"
@@ -135,7 +140,7 @@ def _undivided(config: PretrainedConfig) -> str | None:
         return "layers that share keys and values, which are not split yet"
     if text is not config and getattr(text, "hidden_size_per_layer_input", None):
         return "an embedding for each layer, which is not split yet"
-    return None
+    return undivided_states(text)
 
 
 def shard_config(config: PretrainedConfig, count: int, blocksize: int = 64) -> PretrainedConfig:
@@ -151,8 +156,11 @@ def shard_config(config: PretrainedConfig, count: int, blocksize: int = 64) -> P
     text.num_attention_heads = heads // count
     if getattr(text, "num_key_value_heads", None) is not None:
         text.num_key_value_heads = max(1, kv_heads // count)
+    narrow_states(text, count)
     for name, width in widths_of(text).items():
         setattr(text, name, part_of_width(width, count, blocksize))
+    if getattr(text, "block_auto_adjust_ff_dim", False):  # the widths are what it would be adjusted to
+        text.block_auto_adjust_ff_dim = False
     return own
 
 

@@ -21,7 +21,18 @@ MOST_PADDING = 8
 def widths_of(text: Any) -> dict[str, int]:
     """The widths of MLPs in a text model's configuration, by their names there."""
     found = {name: getattr(text, name, None) for name in _WIDTHS}
+    if getattr(text, "block_auto_adjust_ff_dim", False):
+        found["intermediate_size"] = _adjusted(text)
     return {name: width for name, width in found.items() if isinstance(width, int) and width > 0}
+
+
+def _adjusted(text: Any) -> int:
+    """The width of LFM2's MLP, whose class takes two thirds of what the configuration says, in whole multiples."""
+    width = int(2 * text.intermediate_size / 3)
+    if text.block_ffn_dim_multiplier is None:
+        return width
+    multiple: int = text.block_multiple_of
+    return -(-int(text.block_ffn_dim_multiplier * width) // multiple) * multiple
 
 
 def part_of_width(width: int, count: int, blocksize: int) -> int | None:

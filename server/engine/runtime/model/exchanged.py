@@ -20,6 +20,7 @@ class ReducedLinear(nn.Module):
         super().__init__()
         self.linear = linear
         """This rank's part, with its adapters if it has any: their results are partial sums, too."""
+        self.in_features: int = linear.in_features  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., this rank's part of k] to [..., n]."""

@@ -129,7 +129,7 @@ def plan_memory(
     own = own_limit(text) or TOKENS_BEFORE_COPIES
     wanted = max(engine.max_model_len or 0, min(USEFUL_TOKENS, own))
     left = memory.free - sum(parts.values())
-    if state := state_bytes(config):
+    if state := state_bytes(config) // ranks:
         slots = state_slots(state, token, max(0, left), engine.kv_cache_bytes, engine, sequences)
         # Two sequences run in the check of a start.
         parts[_STATES] = state * (max(2, slots.sequences) + slots.snapshots)

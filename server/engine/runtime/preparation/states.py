@@ -19,6 +19,7 @@ from server.checkpoint.loading import available_bytes
 from server.checkpoint.states import NARROW_INPUTS, has_states, state_modules
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import UnsupportedModelError
+from server.engine.runtime.exchange import least
 from server.engine.runtime.layers.gated_delta import read_rule
 from server.engine.runtime.layers.mamba2 import read_mamba2
 from server.engine.runtime.layers.short_convolution import read_convolution
@@ -144,7 +145,9 @@ def _slots(state: int, bytes_per_block: int, model: PreTrainedModel, config: Eng
     """The slots of a model whose weights are loaded. Raises MemoryTooSmallError."""
     device, wanted = model.device, sequence_limit(config, model.device)
     usable, cache = _usable(model, config)
-    slots = state_slots(state, bytes_per_block / config.block_size, usable, cache, config, wanted)
+    own = state_slots(state, bytes_per_block / config.block_size, usable, cache, config, wanted)
+    # Rank 0's scheduler says which slot is whose, so all ranks have the same ones.
+    slots = StateSlots(least(own.sequences), least(own.snapshots))
     if slots.sequences < 1:
         raise MemoryTooSmallError(
             f"a sequence's states take {state / 2**20:.0f} MiB, and with the weights, the KV cache and snapshots there is no"
