@@ -6,14 +6,13 @@ from typing import Any
 
 from server.checkpoint.states import STATE_KINDS, has_states, kinds_of_layers
 
-_DELTA, _CONVOLUTION = "linear_attention", "conv"
-"""The kinds of layers that are divided."""
+_DELTA, _CONVOLUTION, _MAMBA = "linear_attention", "conv", "mamba"
 
 
 def undivided_states(text: Any) -> str | None:
     """The layers with states of a text model that cannot be divided yet, in words."""
     others = _kinds(text) - {_DELTA, _CONVOLUTION}
-    return f"layers of the kind {min(others)}, which are not split yet" if others else None
+    return "layers with Mamba2's states, which are not split yet" if others else None
 
 
 def state_sizes(text: Any, blocksize: int) -> list[tuple[int, int]]:
@@ -46,4 +45,7 @@ def narrow_states(text: Any, count: int) -> None:
 
 
 def _kinds(text: Any) -> set[str]:
-    return {kind for kind in kinds_of_layers(text) if kind in STATE_KINDS} if has_states(text) else set()
+    """The kinds of a text model's layers with states, by their names in configurations, which may call Mamba2 attention."""
+    kinds = {kind for kind in kinds_of_layers(text) if kind in STATE_KINDS} if has_states(text) else set()
+    is_delta = getattr(text, "linear_num_key_heads", None) is not None
+    return {_MAMBA if kind == _DELTA and not is_delta else kind for kind in kinds}

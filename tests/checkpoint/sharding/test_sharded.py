@@ -203,6 +203,12 @@ def test_layers_that_share_keys_are_refused_by_name() -> None:
         check_count(tiny_model("gemma3n_text").config, 64, 2, "model")
 
 
+def test_layers_with_states_that_are_not_divided_are_refused_by_name() -> None:
+    reason = "layers with Mamba2's states, which are not split yet; possible: 1"
+    with pytest.raises(CheckpointError, match=f"tensor_parallel_size 2 does not divide the model: it has {reason}"):
+        check_count(tiny_model("granitemoehybrid").config, 64, 2, "model")
+
+
 @gpu
 @pytest.mark.parametrize("count", [2, 4])
 def test_parts_keep_their_nested_scales_on_a_gpu(count: int) -> None:
