@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 IMAGE_TYPES = frozenset(
     (
-        "aya_vision", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl", "lfm2_vl", "llava",
-        "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+        "aya_vision", "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl",
+        "lfm2_vl", "llava", "llava_next", "mistral3", "muse_glimmer", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
+        "qwen3_vl", "qwen3_vl_moe", "smolvlm",
     )
 )  # fmt: skip
 """Model types whose images are served."""
@@ -34,7 +35,9 @@ def whole_images(config: Any) -> Literal["windows", "all"] | None:
     if model_type == "gemma3":
         return "all"
     given = _field(_field(config, "text_config"), "use_bidirectional_attention")
-    return "windows" if model_type == "gemma4" and given == "vision" else None
+    # As their classes' forwards do it. Windows of Gemma 4 12B are of 1024 tokens, which its images have by far not.
+    kinds: dict[str, Literal["windows", "all"]] = {"gemma4": "windows", "gemma4_unified": "all"}
+    return kinds.get(str(model_type)) if given == "vision" else None
 
 
 def _field(config: Any, name: str) -> Any:

@@ -16,6 +16,7 @@ from server.checkpoint.inspection import read_json
 from server.checkpoint.tokenizer_files import load_tokenizer
 from server.images.decoding import ImageError
 from server.images.lfm2_vl import Lfm2VlLayout
+from server.images.pil_processors import PIL_PROCESSORS
 
 TENSORS = (
     "pixel_values", "pixel_attention_mask", "spatial_shapes", "image_sizes", "image_grid_thw", "image_position_ids",
@@ -71,7 +72,9 @@ def _load(folder: Path, tokenizer: Any) -> Any:
     if config.model_type == "lfm2_vl":
         return Lfm2VlLayout(folder, tokenizer)
     # The processors that are written for Pillow and numpy: the others need torchvision.
-    images = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+    load = PIL_PROCESSORS.get(config.model_type)
+    options: dict[str, Any] = {"backend": "pil", "local_files_only": True, "trust_remote_code": False}
+    images = load(folder) if load else AutoImageProcessor.from_pretrained(folder, **options)
     if type(images).__name__.startswith("Pixtral"):
         return PixtralLayout(folder, images)
     processor_class = _processor_class(config)

@@ -114,7 +114,8 @@ SERVED: dict[str, Settings] = {
     "gemma4_unified": {
         "text_config": {"use_bidirectional_attention": "vision", "layer_types": _KINDS, "sliding_window": 12,
                         "num_kv_shared_layers": 0, "per_layer_config": {"1": {"head_dim": 32}}},
-        "audio_config": None, "vision_config": None,
+        "audio_config": None,
+        "vision_config": {"patch_size": 14, "mm_embed_dim": 64, "mm_posemb_size": 80, "output_proj_dims": 64},
     },
     "gemma4_unified_text": {},
     "glm46v": _axes(2, 3, 3),
@@ -176,7 +177,7 @@ SERVED: dict[str, Settings] = {
         "audio_config": {"num_mel_bins": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
                          "hidden_size": 32, "max_source_positions": 64},
     },
-    "muse_glimmer": {"projector_hidden_size": 64, "out_hidden_size": 64},
+    "muse_glimmer": {"projector_hidden_size": 64, "out_hidden_size": 128},
     "muse_spark": {
         "projector_hidden_size": 64, "out_hidden_size": 64, "text_config": {"moe_hidden_size": 64},
         "audio_config": {"out_hidden_size": 64, "patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1],

@@ -111,6 +111,17 @@ _TILES: dict[str, Any] = {
     "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 28, "width": 28}, "crop_to_patches": True,
     "min_patches": 1, "max_patches": 3,
 }  # fmt: skip
+_GEMMA_4 = Kind(
+    {
+        "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
+        "boa_token": "<|audio>", "eoa_token": "<audio|>", "video_token": "<|video|>",
+    },
+    "<|image|>",
+    {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 14, "max_soft_tokens": 70},
+    {"processor_class": "Gemma4Processor"},
+    {"image_token_id": 0, "video_token_id": 4, "audio_token_id": 5},
+    mark="<|image|>",
+)  # fmt: skip
 KINDS: dict[str, Kind] = {
     "llava": Kind(
         {"image_token": "<image>"},
@@ -141,16 +152,20 @@ KINDS: dict[str, Kind] = {
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
         {"processor_class": "Gemma3Processor", "image_seq_length": 4},
     ),
-    "gemma4": Kind(
+    "gemma4": _GEMMA_4,
+    "gemma4_unified": replace(
+        _GEMMA_4,
+        processor={**_GEMMA_4.processor, "image_processor_type": "Gemma4UnifiedImageProcessor"},
+        settings={"processor_class": "Gemma4UnifiedProcessor"},
+    ),
+    "muse_glimmer": Kind(
         {
-            "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
-            "boa_token": "<|audio>", "eoa_token": "<audio|>", "video_token": "<|video|>",
+            "image_token": "<|patch|>", "image_start": "<|image_start|>", "image_end": "<|image_end|>",
+            "video_token": "<|video|>",
         },
-        "<|image|>",
-        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 14, "max_soft_tokens": 70},
-        {"processor_class": "Gemma4Processor"},
-        {"image_token_id": 0, "video_token_id": 4, "audio_token_id": 5},
-        mark="<|image|>",
+        "<|patch|>",
+        {"image_processor_type": "MuseGlimmerImageProcessor", "max_image_tokens": 20},
+        {"processor_class": "MuseGlimmerProcessor"},
     ),
     "idefics3": replace(_IDEFICS, settings={"processor_class": "Idefics3Processor", "image_seq_len": 1}),
     "smolvlm": replace(
@@ -212,9 +227,11 @@ def write_image_model(folder: Path, name: str = "llava", template: str = PARTS) 
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in kind.tokens.items()}
     settings = json.loads(json.dumps(settings_of(name))) | kind.config
     settings["text_config"] |= {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, "eos_token_id": 2}
+    if name == "gemma4_unified":
+        settings["text_config"]["sliding_window"] = 96  # more than an image's tokens, as in its checkpoints
     if "vocab_size_per_layer_input" in settings["text_config"]:
         settings["text_config"]["vocab_size_per_layer_input"] = len(tokenizer)
-    if name.startswith(("qwen", "glm")):
+    if name.startswith(("qwen", "glm", "muse")):
         settings |= {f"{key}_id": found for key, found in ids.items()}
     else:
         settings["image_token_id" if "image_token_id" in settings else "image_token_index"] = ids["image_token"]

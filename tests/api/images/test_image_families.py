@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, Idefics3Processor, PreTrainedModel, PreTrainedTokenizerFast
 
 from server.images.lfm2_vl import Lfm2VlLayout
+from server.images.pil_processors import PIL_PROCESSORS
 from tests.api.images.image_models import KINDS, Kind, encoded, image_part, picture, write_image_model
 from tests.checkpoint.layouts import reference_model
 from tests.conftest import RunningServer, start_server
@@ -80,7 +81,10 @@ class Served:
         if self.name == "lfm2_vl":  # test_processor.py compares it with transformers' own
             found, texts = Lfm2VlLayout(self.folder, None)._process_images([image])
             return {name: torch.from_numpy(array) for name, array in found.items()}, texts[0]
-        own = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+        if self.name in PIL_PROCESSORS:
+            own = PIL_PROCESSORS[self.name](self.folder)
+        else:
+            own = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
         if self.name in (
             "idefics3",
             "smolvlm",
@@ -95,12 +99,13 @@ class Served:
             rows = [token * width] * height
             return dict(tensors), "[IMG_BREAK]".join(rows) + "[IMG_END]"
         tensors = own(images=[image], return_tensors="pt")
-        if self.name == "gemma4":
+        if self.name.startswith("gemma4"):
             count = int(tensors.pop("num_soft_tokens_per_image")[0])
             return dict(tensors), f"<|image>{token * count}<image|>"
         if self.name == "internvl":
             return {"pixel_values": tensors["pixel_values"]}, f"<img>{token * int(tensors['num_patches'][0])}</img>"
-        return dict(tensors), token * (int(tensors["image_grid_thw"].prod()) // 4)
+        shown = token * (int(tensors["image_grid_thw"].prod()) // 4)
+        return dict(tensors), f"<|image_start|>{shown}<|image_end|>" if self.name == "muse_glimmer" else shown
 
 
 @pytest.fixture(scope="module", params=OTHERS)

@@ -93,6 +93,17 @@ def lfm2_vl(seed: int) -> Picture:
     return Picture(tensors, rows, TOKEN)
 
 
+def gemma4_unified(seed: int) -> Picture:
+    """An image of 3 x 2 or 2 x 4 patches, each a token, and patches of padding up to ten."""
+    width, height = (3, 2) if seed % 2 else (2, 4)
+    places = torch.full((1, 10, 2), -1)
+    places[0, : width * height] = torch.tensor([[i % width, i // width] for i in range(width * height)])
+    patches = pixels(seed, 1, 10, 3 * 42 * 42).sigmoid()
+    patches[0, width * height :] = 0
+    tensors = {"pixel_values": patches, "image_position_ids": places}
+    return Picture(tensors, [123] + [TOKEN] * (width * height) + [124])
+
+
 PICTURES: dict[str, Callable[[int], Picture]] = {
     "llava": llava,
     "llava_next": llava_next,
@@ -100,6 +111,8 @@ PICTURES: dict[str, Callable[[int], Picture]] = {
     "gemma3": gemma3,
     "gemma4": gemma4,
     "gemma4, whole": gemma4,
+    "gemma4_unified": gemma4_unified,
+    "muse_glimmer": qwen,
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "qwen2_vl": qwen,
@@ -136,6 +149,22 @@ SETTINGS: dict[str, dict[str, object]] = {
             "hidden_size_per_layer_input": 0,
             "num_kv_shared_layers": 0,
         },
+    },
+    # A layer without a window comes first, so that it matters what its image tokens see.
+    "gemma4_unified": {
+        **GEMMA_4,
+        "text_config": {
+            **settings_of("gemma4_unified")["text_config"],
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "per_layer_config": {layer: {"head_dim": 32} for layer in ("0", "2")},
+        },
+    },
+    # Of a size in which no two tokens are equally likely but for rounding.
+    "muse_glimmer": {
+        "image_token_id": TOKEN,
+        "video_token_id": 125,
+        "text_config": {**settings_of("muse_glimmer")["text_config"], "intermediate_size": 128},
     },
     # With all experts of four, or rounding would choose others.
     "qwen3_vl_moe": {"text_config": {**settings_of("qwen3_vl_moe")["text_config"], "num_experts_per_tok": 4}},

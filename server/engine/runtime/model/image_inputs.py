@@ -14,6 +14,9 @@ from server.engine.runtime.batch import Batch, to_device
 from server.engine.runtime.exchange import broadcast
 from server.engine.runtime.image_rows import ImageRows
 
+_PLACEHOLDERS_AS_OTHERS = ("gemma4", "gemma4_unified", "muse_glimmer")
+"""Model types whose classes embed placeholders as padding, or as token 0 (Muse-Glimmer)."""
+
 
 @contextmanager
 def image_inputs(model: PreTrainedModel, ids: torch.Tensor, images: ImageRows) -> Iterator[dict[str, Any]]:
@@ -23,8 +26,9 @@ def image_inputs(model: PreTrainedModel, ids: torch.Tensor, images: ImageRows) -
     """
     # The embedding may have no row for a placeholder's id.
     table = model.get_input_embeddings()
-    embeddings = table(ids.clamp(max=model.config.get_text_config().vocab_size - 1))
-    extra = _per_layer(model, ids, images, embeddings)
+    ids = _embedded(model, ids).clamp(max=model.config.get_text_config().vocab_size - 1)
+    embeddings = table(ids)
+    extra = _per_layer(model, ids, embeddings)
     if not len(images.rows):
         yield {"inputs_embeds": embeddings[None], **extra}
         return
@@ -51,15 +55,23 @@ def image_inputs(model: PreTrainedModel, ids: torch.Tensor, images: ImageRows) -
         hook.remove()
 
 
-def _per_layer(
-    model: PreTrainedModel, ids: torch.Tensor, images: ImageRows, embeddings: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """The inputs of each layer, if the decoder has a table of such (Gemma 4): image tokens have those of padding."""
+def _embedded(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Token ids with those that the model's class embeds as another's: of images, videos and sounds, answered or sent."""
+    config: Any = model.config
+    row = 0 if config.model_type == "muse_glimmer" else config.get_text_config().pad_token_id
+    if config.model_type in _PLACEHOLDERS_AS_OTHERS:
+        for name in ("image_token_id", "video_token_id", "audio_token_id"):
+            token = getattr(config, name, None)
+            ids = ids if token is None else torch.where(ids == token, row, ids)
+    return ids
+
+
+def _per_layer(model: PreTrainedModel, ids: torch.Tensor, embeddings: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The inputs of each layer, if the decoder has a table of such (Gemma 4); ids: of _embedded()."""
     decoder: Any = model.get_decoder()
     if not getattr(decoder, "hidden_size_per_layer_input", 0):
         return {}
-    plain = ids.index_fill(0, to_device(images.rows, ids.device), model.config.get_text_config().pad_token_id)
-    return {"per_layer_inputs": decoder.get_per_layer_inputs(plain[None], embeddings[None])}
+    return {"per_layer_inputs": decoder.get_per_layer_inputs(ids[None], embeddings[None])}
 
 
 def positions_by_axis(batch: Batch, images: ImageRows) -> torch.Tensor:
