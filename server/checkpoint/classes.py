@@ -29,7 +29,14 @@ from transformers.utils import ModelOutput
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import CheckpointInfo, read_json
 from server.checkpoint.names import is_ignored, is_of_tower
-from server.checkpoint.states import NARROW_INPUTS, STATE_KINDS, STATE_TYPES, kinds_of_layers, state_modules
+from server.checkpoint.states import (
+    FEED_FORWARD_KINDS,
+    NARROW_INPUTS,
+    STATE_KINDS,
+    STATE_TYPES,
+    kinds_of_layers,
+    state_modules,
+)
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 # Classes whose towers transformers cannot even build without further packages, so that their text's own class is loaded:
@@ -38,7 +45,7 @@ _TEXT_CLASSES = {"gemma3n": {r"^model\.language_model\.": "model.", r"^language_
 _OTHER_TASK = re.compile(
     r"For(\w+Classification|QuestionAnswering|MultipleChoice|MaskedLM|BlockDiffusion)$|RewardModel$"
 )
-ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+ATTENTION_KINDS: tuple[str, ...] = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 """The names that configurations have for layers that keep keys and values and nothing else.
 
 Chunked attention is full attention within one chunk, to which the engine limits contexts.
@@ -106,7 +113,9 @@ def loading_of(info: CheckpointInfo) -> Loading:
 def _refuse_other_states(info: CheckpointInfo, config: Any, model_class: type[PreTrainedModel]) -> None:
     """Raise CheckpointError for models that keep more than keys and values, and a state that the engine does not know."""
     kinds = set(kinds_of_layers(config))
-    known = (*ATTENTION_KINDS, *STATE_KINDS) if info.model_type in STATE_TYPES else ATTENTION_KINDS
+    known = ATTENTION_KINDS
+    if info.model_type in STATE_TYPES:
+        known = (*known, *STATE_KINDS, *FEED_FORWARD_KINDS)
     others = sorted(kind for kind in kinds if kind not in known)
     if others or (model_class._is_stateful and not kinds):
         what = f"layers of the kind {', '.join(others)}" if others else "layers with a state of their own"

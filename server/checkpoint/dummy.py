@@ -190,7 +190,7 @@ def _random_experts(
         return StackedWeight(Weight(packed, shape, groups / 2, BLOCKSIZE, scales, code, groups), bias)
 
     assert layout.activation is not None
-    gate_up = stacked(2 * layout.inner, layout.hidden, biased)
+    gate_up = stacked(layout.rows * layout.inner, layout.hidden, biased)
     # Scales of a part of down are plain, and the first rank adds its bias.
     down = stacked(layout.hidden, layout.inner, biased and not (part and part.rank), part is None)
     return NF4Experts(gate_up, down, layout.activation)

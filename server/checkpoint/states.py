@@ -12,14 +12,16 @@ STATE_TYPES = frozenset(
     (
         *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
         *("lfm2", "lfm2_moe", "lfm2_vl"),
-        *("granitemoehybrid",),
+        *("granitemoehybrid", "nemotron_h"),
     )
 )
 """Model types whose layers with states are served."""
 STATE_KINDS = ("linear_attention", "conv", "mamba")
 """The names that configurations have for these layers."""
-_MODULES = ("linear_attn", "conv", "mamba")
-"""The names that transformers' decoder layers have for what keeps the state."""
+FEED_FORWARD_KINDS = ("moe", "mlp")
+"""Those of layers that keep nothing (Nemotron-H)."""
+_MODULES = ("linear_attn", "conv", "mamba", "mixer")
+"""The names that transformers' decoder layers have for what keeps the state. It convolves; a mixer may do something else."""
 NARROW_INPUTS = ("in_proj_b", "in_proj_a", "in_proj_ba")
 """Projections in these modules with one or two outputs for each head. They stay in 16 bits: NF4 would save nothing."""
 
@@ -42,7 +44,16 @@ def state_modules(model: Any) -> list[Any]:
     if not has_states(model.config):
         return []
     modules = [getattr(layer, name, None) for layer in model.get_decoder().layers for name in _MODULES]
-    return [module for module in modules if module is not None]
+    return [module for module in modules if module is not None and any(map(_convolves, module.children()))]
+
+
+def _convolves(module: Any) -> bool:
+    return type(module).__name__ == "Conv1d"
+
+
+def attends(kind: str) -> bool:
+    """Whether a layer of a kind that a configuration names has keys and values."""
+    return kind not in (*STATE_KINDS, *FEED_FORWARD_KINDS)
 
 
 def check_hybrid(folder: Path, config: Any, engine: EngineConfig) -> None:

@@ -20,7 +20,6 @@ HYBRIDS = {
     "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
     "jamba": "JambaForCausalLM",
     "bamba": "BambaForCausalLM",
     "zamba2": "Zamba2ForCausalLM",

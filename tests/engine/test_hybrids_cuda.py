@@ -26,6 +26,13 @@ TOKENS = 24
 WIDE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"hidden_size": 256, "shared_intermediate_size": 512, "mamba_d_head": 64, "mamba_d_state": 128},
     "lfm2": {"hidden_size": 256, "intermediate_size": 512},
+    "nemotron_h": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "head_dim": 64,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+    },
     "qwen3_5_text": {
         "hidden_size": 256,
         "intermediate_size": 512,

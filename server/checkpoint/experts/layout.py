@@ -14,7 +14,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4
 from nf4_kernels.params import EXPERT_ACTIVATIONS
 from nf4_kernels.reference import gated
 from server.checkpoint.experts.llama4 import Llama4Experts
-from server.checkpoint.experts.module import NF4Experts
+from server.checkpoint.experts.module import UNGATED, NF4Experts
 
 _LAYER = re.compile(r".*\blayers\.(\d+)\.")
 
@@ -34,16 +34,24 @@ class ExpertsLayout:
     interleaved: bool
     """Rows of gates and ups take turns: gate 0, up 0, gate 1, ..."""
     activation: str | None
-    """One of EXPERT_ACTIVATIONS; None where what the module computes is none of these."""
+    """One of EXPERT_ACTIVATIONS, or UNGATED; None where what the module computes is none of these."""
     kind: str
     """The module's class."""
 
+    @property
+    def rows(self) -> int:
+        """Rows of gates and ups for each feature between these and downs."""
+        return 1 if self.activation == UNGATED else 2
+
 
 def experts_layouts(model: nn.Module) -> Iterator[ExpertsLayout]:
-    """The layout of every module in model that stacks the gates, ups and downs of a layer's experts."""
+    """The layout of every module in model that stacks the gates, ups and downs of a layer's experts, or ups and downs."""
     for name, module in model.named_modules():
         found = _LAYER.match(name)
-        gate_up, down = (module._parameters.get(part) for part in ("gate_up_proj", "down_proj"))
+        has_gate = getattr(module, "has_gate", True)
+        gate_up, down = (
+            module._parameters.get(part) for part in ("gate_up_proj" if has_gate else "up_proj", "down_proj")
+        )
         count = getattr(module, "num_experts", None)
         if found is None or gate_up is None or down is None or gate_up.dim() != 3 or not isinstance(count, int):
             continue
@@ -67,10 +75,13 @@ def replace_experts(model: nn.Module, layout: ExpertsLayout, experts: NF4Experts
 
 def _activation(module: Any, interleaved: bool) -> str | None:
     """The module's activation between gates, ups and downs, found by trying numbers far below and far above its clamps."""
-    if getattr(module, "has_post_expert_norm", False) or not getattr(module, "has_gate", True):
+    if getattr(module, "has_post_expert_norm", False):
         return None
     # Models are made on no device and in their own dtype.
     values = torch.linspace(-20, 20, 41, dtype=torch.float32, device="cpu")
+    if not getattr(module, "has_gate", True):
+        function = getattr(module, "act_fn", None)
+        return UNGATED if callable(function) and torch.allclose(function(values), values.relu().square()) else None
     gate_up = torch.stack((values.repeat_interleave(41), values.repeat(41)), 1)  # each row has one gate and one up
     if hasattr(module, "_apply_gate"):
         found = module._apply_gate(gate_up)

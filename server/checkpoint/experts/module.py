@@ -8,6 +8,9 @@ from torch import nn
 import nf4_kernels  # noqa: F401 - registers torch.ops.nf4
 from server.checkpoint.weight import WeightBuffers
 
+UNGATED = "relu2"
+"""The activation of experts without gates (Nemotron 3)."""
+
 
 class StackedWeight(WeightBuffers):
     """One projection of all experts, [experts, n, k] in NF4. bias is [experts, n] in the model's dtype."""
@@ -16,7 +19,8 @@ class StackedWeight(WeightBuffers):
 class NF4Experts(nn.Module):
     """A layer's experts: down(activation(gate x) * up x) of the experts that each token's router chose, weighted.
 
-    gate_up [experts, 2 f, hidden] has f rows of gates, then f of ups; down is [experts, hidden, f].
+    gate_up [experts, 2 f, hidden] has f rows of gates, then f of ups; down is [experts, hidden, f]. With the activation
+    UNGATED there are no gates, and gate_up is [experts, f, hidden]: down(relu(up x)^2).
     """
 
     def __init__(self, gate_up: StackedWeight, down: StackedWeight, activation: str) -> None:
@@ -36,11 +40,13 @@ class NF4Experts(nn.Module):
         """
         experts = top_k_index.to(torch.int32)
         gate_up, down = self.gate_up, self.down
-        inner = torch.ops.nf4.moe_gated_linear(
-            hidden_states, *gate_up.weight.arguments(), experts, self.activation, gate_up.bias
-        )
+        is_gated, up = self.activation != UNGATED, (*gate_up.weight.arguments(), experts)
+        if is_gated:
+            inner = torch.ops.nf4.moe_gated_linear(hidden_states, *up, self.activation, gate_up.bias)
+        else:
+            inner = torch.ops.nf4.moe_linear(hidden_states, *up, gate_up.bias).relu().square()
         out: torch.Tensor = torch.ops.nf4.moe_linear(
-            inner, *down.weight.arguments(), experts, down.bias, top_k_weights.float(), follows_gated=True
+            inner, *down.weight.arguments(), experts, down.bias, top_k_weights.float(), follows_gated=is_gated
         )
         return out
 

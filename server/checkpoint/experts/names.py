@@ -22,7 +22,7 @@ _FORMS = (
     # A list for each projection, as in gpt-oss quantized by Unsloth: mlp.experts.gate_up_projs.3.weight
     re.compile(_LAYER + r"\.experts\.(?P<part>gate_up_projs|down_projs)\.(?P<expert>\d+)\.(?P<what>weight|bias)"),
     # All experts in one tensor: mlp.experts.gate_up_proj, mlp.experts.gate_up_proj_bias
-    re.compile(_LAYER + r"\.experts\.(?P<part>gate_up_proj|down_proj)(?P<what>_bias)?"),
+    re.compile(_LAYER + r"\.experts\.(?P<part>gate_up_proj|up_proj|down_proj)(?P<what>_bias)?"),
     # Granite has: block_sparse_moe.input_linear.weight
     re.compile(_LAYER + r"\.block_sparse_moe\.(?P<part>input_linear|output_linear)\.(?P<what>weight)"),
 )

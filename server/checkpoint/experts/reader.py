@@ -73,18 +73,18 @@ class LayerReader:
                 )
 
     def gate_up(self) -> Weight:
-        """[experts, 2 inner, hidden] of the features that are kept, gates before ups."""
+        """[experts, 2 inner, hidden] of the features that are kept, gates before ups; of ups alone without gates."""
         inner, hidden = self._layout.inner, self._layout.hidden
-        if ("gate_up", None) in self._names.weights:
-            return self._stacked("gate_up", 2 * inner, hidden)
-        parts: tuple[Part, ...] = (
-            ("gate_up",) if any(part == "gate_up" for part, _ in self._names.weights) else ("gate", "up")
-        )
-        rows = 2 * inner // len(parts)
+        whole: Part = "gate_up" if self._layout.rows == 2 else "up"
+        if (whole, None) in self._names.weights:
+            return self._stacked(whole, self._layout.rows * inner, hidden)
+        is_whole = whole == "up" or any(part == whole for part, _ in self._names.weights)
+        parts: tuple[Part, ...] = (whole,) if is_whole else ("gate", "up")
+        rows = self._layout.rows * inner // len(parts)
         matrices = [self._matrix(part, expert, rows, hidden) for expert in range(self._layout.count) for part in parts]
         if parts == ("gate_up",) and self._layout.interleaved:
             matrices = [self._deinterleaved(matrix, expert) for expert, matrix in enumerate(matrices)]
-        return self._stack(matrices, "gate_up", 2 * self._inner, hidden)
+        return self._stack(matrices, "gate_up", self._layout.rows * self._inner, hidden)
 
     def down(self) -> Weight:
         """[experts, hidden, inner] of the features that are kept."""
@@ -99,7 +99,7 @@ class LayerReader:
         biases, count, inner = self._names.biases, self._layout.count, self._layout.inner
         if not any((own == "down") == (part == "down") for own, _ in biases):
             return None
-        rows = 2 * inner if part == "gate_up" else self._layout.hidden
+        rows = self._layout.rows * inner if part == "gate_up" else self._layout.hidden
         if (part, None) in biases:
             found = self._tensors.read_float(biases[part, None], (count, rows)).float()
         else:
@@ -190,7 +190,7 @@ class LayerReader:
     def _kept_shape(self, part: Part) -> tuple[int, int]:
         """The shape of one expert's weight, as far as it is kept."""
         hidden = self._layout.hidden
-        return (hidden, self._inner) if part == "down" else (2 * self._inner, hidden)
+        return (hidden, self._inner) if part == "down" else (self._layout.rows * self._inner, hidden)
 
     def _deinterleaved(self, matrix: Weight, expert: int) -> Weight:
         name = self._names.weights["gate_up", expert]

@@ -12,7 +12,14 @@ import transformers
 from transformers import PreTrainedModel
 
 from server.checkpoint.classes import ATTENTION_KINDS
-from server.checkpoint.states import STATE_KINDS, has_states, state_modules
+from server.checkpoint.states import (
+    FEED_FORWARD_KINDS,
+    STATE_KINDS,
+    attends,
+    has_states,
+    kinds_of_layers,
+    state_modules,
+)
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape, UnsupportedModelError
 from server.engine.runtime.attention.calls import IMPLEMENTATION, PROBED_IMPLEMENTATION, attending
 from server.engine.runtime.attention.latent import LatentHeads
@@ -97,8 +104,8 @@ def probe_layers(model: PreTrainedModel) -> Probed:
     """
     name = type(model).__name__
     config = model.config.get_text_config()
-    kinds = list(getattr(config, "layer_types", None) or ())
-    known = (*ATTENTION_KINDS, *STATE_KINDS) if has_states(config) else ATTENTION_KINDS
+    kinds = kinds_of_layers(config)
+    known = (*ATTENTION_KINDS, *STATE_KINDS, *FEED_FORWARD_KINDS) if has_states(config) else ATTENTION_KINDS
     for kind in set(kinds):
         if kind not in known:
             raise UnsupportedModelError(f"{name} has layers of the kind {kind}, which the paged cache cannot serve")
@@ -117,7 +124,7 @@ def probe_layers(model: PreTrainedModel) -> Probed:
         reason = f"{name} cannot be served: its forward fails on a prompt of text alone ({summary(e)})"
         raise UnsupportedModelError(reason) from e
     model.get_decoder().set_attn_implementation(IMPLEMENTATION)
-    expected = [layer for layer in range(config.num_hidden_layers) if not kinds or kinds[layer] not in STATE_KINDS]
+    expected = [layer for layer in range(config.num_hidden_layers) if not kinds or attends(kinds[layer])]
     if sorted(probe.shapes) != expected:
         found = f"{len(probe.shapes)} of {len(expected)} layers use the attention interface"
         raise UnsupportedModelError(f"{name}: {found}{_remedy(config)}")

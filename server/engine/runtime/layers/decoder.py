@@ -40,11 +40,11 @@ class Block:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A mixer and then a feed-forward part, each with norms before it, after it or both."""
+    """A mixer and then a feed-forward part, each with norms before it, after it or both; or one of these alone."""
 
-    mixer: Mixer
+    mixer: Mixer | None
     mixer_block: Block
-    mlp: FeedForward
+    mlp: FeedForward | None
     mlp_block: Block
     is_parallel: bool = False
     """Whether both parts have the norm in front of the mixer as their input, and no other norms (Cohere, Phi)."""
@@ -63,14 +63,20 @@ class DecoderLayer:
         if position_embeddings is not None:
             cos, sin = position_embeddings
             angles = cos.view(-1, cos.shape[-1]), sin.view(-1, sin.shape[-1])
-        block = self.mixer_block
-        if self.is_parallel and block.before is not None:
+        block, mixer, mlp = self.mixer_block, self.mixer, self.mlp
+        if self.is_parallel and block.before is not None and mixer is not None and mlp is not None:
             y = block.before(x)
-            return self.mlp(y, None, self.mixer(y, None, angles, x)).view(hidden_states.shape)
-        if block.is_plain:
-            x = self.mixer(x, block.before, angles, x)
-        else:
-            x = block.add(x, self.mixer(x, block.before, angles, None))
+            return mlp(y, None, mixer(y, None, angles, x)).view(hidden_states.shape)
+        if mixer is not None and block.is_plain:
+            x = mixer(x, block.before, angles, x)
+        elif mixer is not None:
+            x = block.add(x, mixer(x, block.before, angles, None))
         block = self.mlp_block
-        x = self.mlp(x, block.before, x) if block.is_plain else block.add(x, self.mlp(x, block.before, None))
+        if mlp is not None:
+            x = mlp(x, block.before, x) if block.is_plain else block.add(x, mlp(x, block.before, None))
         return (x if self.scale is None else x * self.scale).view(hidden_states.shape)
+
+    @property
+    def attention(self) -> Attention | None:
+        """The part of it that attends."""
+        return self.mixer if isinstance(self.mixer, Attention) else None

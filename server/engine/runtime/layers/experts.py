@@ -11,7 +11,7 @@ from torch import nn
 import nf4_kernels.cuda.routing
 import nf4_kernels.cuda.top_k  # noqa: F401 - these two register torch.ops.nf4
 from server.engine.runtime import exchange
-from server.engine.runtime.layers.mlp import GatedMlp
+from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm
 
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -25,7 +25,7 @@ class Experts:
     router: Router
     experts: nn.Module
     """[T, width], experts and weights to [T, width], as checkpoint.experts.NF4Experts."""
-    shared: GatedMlp | None = None
+    shared: GatedMlp | Mlp | None = None
     shared_gate: nn.Module | None = None
     """[T, width] to [T, 1]: the shared expert's result is multiplied by its sigmoid."""
     is_partial: bool = False

@@ -56,19 +56,41 @@ class UnknownLayerError(Exception):
     """No rule describes a layer; the message says what it has, in one line."""
 
 
-def read_layer(layer: nn.Module, index: int, options: AttentionOptions) -> DecoderLayer:
+def attention_name(layer: nn.Module) -> str | None:
+    """What a layer calls its attention; None if it has none."""
+    # What Nemotron-H calls a mixer may be something else.
+    own = ((name, child) for name, child in layer.named_children() if name in ("self_attn", "mixer"))
+    return next((name for name, child in own if name == "self_attn" or hasattr(child, "is_causal")), None)
+
+
+def read_layer(
+    layer: nn.Module, index: int, options: AttentionOptions | None, states: StateLayers | None = None
+) -> DecoderLayer:
     """The written layer for transformers' module of it, whose projections are in their final form.
 
-    index: its place among the layers that attend, with the options that the layer attends with. Raises UnknownLayerError.
+    index: its place among the layers that attend, with the options that the layer attends with; None: it does not attend.
+    states: the layers of the model that have states. Raises UnknownLayerError.
     """
-    children = _children(layer, ("self_attn",))
-    return _with_mixer(layer, "self_attn", _read_attention(children["self_attn"], index, options))
+    mixers: dict[str, Mixer] = {}
+    name = attention_name(layer)
+    if options is not None and name is not None:
+        mixers[name] = _read_attention(_children(layer, (name,))[name], index, options)
+    if states is not None:
+        mixers |= {name: states.mixers[own] for name, own in layer.named_children() if own in states.mixers}
+    if {name for name, _ in layer.named_children()} == {"norm", "mixer"}:
+        return _read_one_part(layer, mixers)
+    if len(mixers) != 1:
+        raise UnknownLayerError(f"{type(layer).__name__} has {', '.join(mixers) or 'no mixer'}")
+    return _with_mixer(layer, *next(iter(mixers.items())))
 
 
-def read_state_layer(layer: nn.Module, states: StateLayers) -> DecoderLayer:
-    """The written layer for transformers' module of one that has a state, as read_layer()."""
-    (name, mixer), *_ = [(name, states.mixers[own]) for name, own in layer.named_children() if own in states.mixers]
-    return _with_mixer(layer, name, mixer)
+def _read_one_part(layer: nn.Module, mixers: Mapping[str, Mixer]) -> DecoderLayer:
+    """A layer of one part with a norm before it (Nemotron-H)."""
+    children = _children(layer, ("norm", "mixer"))
+    block, nothing = Block(read_norm(children["norm"]), None, 1.0), Block(None, None, 1.0)
+    if mixers:
+        return DecoderLayer(mixers["mixer"], block, None, nothing)
+    return DecoderLayer(None, nothing, _read_mlp(children["mixer"]), block)
 
 
 def _with_mixer(layer: nn.Module, mixer_name: str, mixer: Mixer) -> DecoderLayer:
@@ -267,8 +289,6 @@ def _read_experts(module: nn.Module, is_partial: bool) -> Experts:
     if router is None or children:
         raise UnknownLayerError(f"{type(module).__name__} has {', '.join(['experts', *children])}")
     dense = None if shared is None else _read_dense(shared)
-    if isinstance(dense, Mlp):
-        raise UnknownLayerError(f"{type(module).__name__} has a shared expert without gates")
     if isinstance(experts, ReducedExperts) and dense is None:
         # The launch that sums the ranks' results adds the residual, too.
         experts, is_partial = experts.experts, True

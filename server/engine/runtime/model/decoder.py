@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 # transformers' older classes have names of their own for them.
 _NAMES = ("layers", "h", "blocks", "block")
-_OUTER_NAMES = ("rotary_emb", "norm", "final_layernorm", "final_layer_norm", "embedding_norm")
+_OUTER_NAMES = ("rotary_emb", "norm", "final_layernorm", "final_layer_norm", "embedding_norm", "norm_f")
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from server.checkpoint.states import STATE_KINDS, has_states, kinds_of_layers
+from server.checkpoint.states import STATE_KINDS, attends, has_states, kinds_of_layers
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import LayerShape
 from server.engine.runtime.attention.kernels.kv_cache import bytes_per_token, stored_dtype
@@ -24,7 +24,7 @@ DTYPE = torch.bfloat16
 def token_bytes(text: Any, engine: EngineConfig) -> int:
     """Bytes of one token in the KV cache on a GPU, all layers together. text: the configuration of the text's model."""
     dtype, kinds = stored_dtype(engine.kv_cache_dtype, DTYPE), kinds_of_layers(text) or [""] * text.num_hidden_layers
-    return sum(bytes_per_token(_shape(text, kind), dtype) for kind in kinds if kind not in STATE_KINDS)
+    return sum(bytes_per_token(_shape(text, kind), dtype) for kind in kinds if attends(kind))
 
 
 def _shape(text: Any, kind: str) -> LayerShape:

@@ -17,7 +17,6 @@ from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.graphs.mixed import MixedGraphs
 from server.engine.runtime.graphs.verify import SIZES, VerifyGraphs
-from server.engine.runtime.layers.attention import Attention
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.limits import ModelLimits, token_budget
 from server.engine.runtime.paged_model import PagedModel
@@ -53,7 +52,7 @@ def capture_decode(
 
 def decode_forms(layers: Sequence[DecoderLayer], sizes: Sequence[int], dtype: torch.dtype) -> set[DecodeForm]:
     """What written layers ask of the launch that attends in decode graphs of these sizes."""
-    attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
+    attending = [attention for layer in layers if (attention := layer.attention) is not None]
     return {attention.form(size, dtype) for attention in attending for size in sizes}
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from server.checkpoint.loading import available_bytes
-from server.checkpoint.states import NARROW_INPUTS, has_states, state_modules
+from server.checkpoint.states import NARROW_INPUTS, attends, has_states, kinds_of_layers, state_modules
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.exchange import least
@@ -26,7 +26,6 @@ from server.engine.runtime.layers.short_convolution import read_convolution
 from server.engine.runtime.layers.state_layers import StateLayers, StateRule
 from server.engine.runtime.limits import CPU_CACHE_BYTES, MemoryTooSmallError, sequence_limit, token_budget
 from server.engine.runtime.memory import reserve
-from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.projections import NF4Linear
 from server.engine.runtime.preparation.estimates import step_bytes
 from server.engine.runtime.states.pool import StatePool
@@ -90,7 +89,7 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
     states = StateLayers(pool, mixers)
     for module, mixer in mixers.items():
         module.forward = mixer.by_modules().forward
-    _report(states, len(decoder_layers(model)))
+    _report(states, sum(attends(kind) for kind in kinds_of_layers(model.config)))
     return states
 
 
@@ -98,11 +97,10 @@ def _read(module: nn.Module) -> StateRule | None:
     return read_rule(module) or read_convolution(module) or read_mamba2(module)
 
 
-def _report(states: StateLayers, layers: int) -> None:
+def _report(states: StateLayers, attending: int) -> None:
     pool = states.pool
     names = " and ".join(f"{count} {name}" for name, count in Counter(kind.name for kind in pool.kinds).items())
     each = sum(kind.nbytes for kind in pool.kinds)
-    attending = layers - len(pool.kinds)
     logger.info(
         "%s layers of %.3g MB a sequence, %d of attention; states of %d sequences and %d snapshots take %.2f GiB",
         names, each / 1e6, attending, pool.max_num_seqs, len(pool.snapshots), pool.nbytes / 2**30,

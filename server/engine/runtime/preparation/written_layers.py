@@ -17,7 +17,7 @@ from server.engine.runtime.exchange import agreed, is_alone
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.layers.outer import write_norm, write_rotary
 from server.engine.runtime.layers.small_steps import MAX_TOKENS, SmallSteps, UnsuitableError
-from server.engine.runtime.layers.spec import UnknownLayerError, read_layer, read_state_layer
+from server.engine.runtime.layers.spec import UnknownLayerError, attention_name, read_layer
 from server.engine.runtime.layers.state_layers import StateLayers
 from server.engine.runtime.model.decoder import decoder_layers, outer_modules
 from server.engine.runtime.model.weight_order import set_weight_order
@@ -89,16 +89,13 @@ def _read(
     layers: Sequence[nn.Module], options: Sequence[AttentionOptions], states: StateLayers | None
 ) -> list[DecoderLayer]:
     """The written layers for transformers' modules. Raises UnknownLayerError."""
-    mixers = {} if states is None else states.mixers
-    stateful = [any(child in mixers for child in layer.children()) for layer in layers]
-    if len(layers) - sum(stateful) != len(options):
-        raise UnknownLayerError(f"{len(layers)} layers, of which {len(options)} attend and {sum(stateful)} have states")
-    written, attending = [], iter(enumerate(options))
-    for layer, has_state in zip(layers, stateful, strict=True):
-        if has_state and states is not None:
-            written.append(read_state_layer(layer, states))
-        else:
-            written.append(read_layer(layer, *next(attending)))
+    attending = [attention_name(layer) is not None for layer in layers]
+    if sum(attending) != len(options):
+        raise UnknownLayerError(f"{sum(attending)} of {len(layers)} layers have attention, and {len(options)} attend")
+    written, numbered = [], iter(enumerate(options))
+    for layer, attends in zip(layers, attending, strict=True):
+        index, own = next(numbered) if attends else (-1, None)
+        written.append(read_layer(layer, index, own, states))
     return written
 
 
