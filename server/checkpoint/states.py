@@ -21,7 +21,7 @@ STATE_KINDS = ("linear_attention", "conv", "mamba")
 FEED_FORWARD_KINDS = ("moe", "mlp")
 """Those of layers that keep nothing (Nemotron-H)."""
 _MODULES = ("linear_attn", "conv", "mamba", "mixer")
-"""The names that transformers' decoder layers have for what keeps the state. It convolves; a mixer may do something else."""
+"""The names that transformers' decoder layers have for what keeps the state. A mixer may be something else."""
 NARROW_INPUTS = ("in_proj_b", "in_proj_a", "in_proj_ba")
 """Projections in these modules with one or two outputs for each head. They stay in 16 bits: NF4 would save nothing."""
 
@@ -43,12 +43,8 @@ def state_modules(model: Any) -> list[Any]:
     """The modules of transformers' decoder layers that keep a state, in the order of the layers; none in other models."""
     if not has_states(model.config):
         return []
-    modules = [getattr(layer, name, None) for layer in model.get_decoder().layers for name in _MODULES]
-    return [module for module in modules if module is not None and any(map(_convolves, module.children()))]
-
-
-def _convolves(module: Any) -> bool:
-    return type(module).__name__ == "Conv1d"
+    found = [(name, getattr(layer, name, None)) for layer in model.get_decoder().layers for name in _MODULES]
+    return [own for name, own in found if own is not None and (name != "mixer" or hasattr(own, "conv1d"))]
 
 
 def attends(kind: str) -> bool:
