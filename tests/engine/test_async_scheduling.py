@@ -29,8 +29,6 @@ from server.types import RequestOutput
 from tests.engine.factories import make_request
 from tests.engine.models import VOCABULARY, tiny_model
 
-pytestmark = pytest.mark.usefixtures("in_columns")
-
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6, enforce_eager=True)
 MODEL = tiny_model("llama")
 
@@ -116,6 +114,7 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
 
 
+@pytest.mark.usefixtures("in_columns")
 # 30 blocks hold three or so of the requests, so sequences are preempted while their tokens are unread.
 @pytest.mark.parametrize("blocks", [None, 30])
 @pytest.mark.parametrize("stop", [False, True])
@@ -308,6 +307,7 @@ def test_what_fails_to_launch_is_executed(monkeypatch: pytest.MonkeyPatch) -> No
     assert next(steps) > 20
 
 
+@pytest.mark.usefixtures("in_columns")
 def test_aborted_requests_get_nothing_more_and_the_others_everything() -> None:
     rng = random.Random(0)
     requests = [make_request(**o) for o in REQUESTS]

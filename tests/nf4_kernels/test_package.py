@@ -96,6 +96,7 @@ def test_an_installed_wheel_compiles_its_kernels_at_first_use(wheel: Path, tmp_p
     assert "compil" not in again.stderr
 
 
+@pytest.mark.rest
 def test_a_wheel_with_a_library_needs_no_compiler(wheel: Path, tmp_path: Path) -> None:
     library = build.LIBRARIES / "libnf4_cpu.so"
     whole = with_libraries(wheel, [library], tmp_path)
@@ -141,6 +142,7 @@ print(Linear4bit.forward.__module__)
 """
 
 
+@pytest.mark.rest
 def test_vllm_finds_the_plugin_and_a_worker_runs_on_the_kernels(wheel: Path, tmp_path: Path) -> None:
     whole = with_libraries(wheel, [build.LIBRARIES / "libnf4_cpu.so"], tmp_path)
     installed = tmp_path / "installed"

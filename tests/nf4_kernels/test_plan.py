@@ -33,20 +33,11 @@ from nf4_kernels.plan.wgmma import WGMMA_COSTS, wgmma_candidates
 
 ROOT = build.ROOT.parent
 SOURCES = build.ROOT / "csrc" / "cuda"
-SHAPES = (
-    (25600, 5120),
-    (5120, 25600),
-    (28672, 8192),
-    (8192, 28672),
-    (21504, 5376),
-    (1024, 8192),
-    (1, 64),
-    (1000, 4160),
-)
+SHAPES = ((25600, 5120), (5120, 25600), (8192, 28672), (1024, 8192), (1, 64), (1000, 4160))
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("arch", [80, 86, 87, 89, 90, 100, 103, 120])
+@pytest.mark.parametrize("arch", [80, 86, 90, 100, 120])
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested: bool) -> None:
     for m in range(1, 33):
@@ -68,8 +59,8 @@ def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("arch", [80, 86, 87, 89, 100, 103, 120])
-@pytest.mark.parametrize("multiprocessors", [20, 82, 108, 128, 170])
+@pytest.mark.parametrize("arch", [80, 86, 100, 120])
+@pytest.mark.parametrize("multiprocessors", [20, 108, 170])
 def test_without_wgmma_nothing_costs_more_than_dequantization(n: int, k: int, arch: int, multiprocessors: int) -> None:
     for m in (*range(1, 34), 48, 63, 64, 65, 96, 100, 128, 129, 200, 2000):
         for normalised in (False, True):
@@ -241,20 +232,15 @@ def test_runs_are_fewer_only_where_the_longest_is_no_longer(multiprocessors: int
 
 
 def test_the_instances_are_those_compiled() -> None:
-    compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), (\d+)\)", (SOURCES / "rows" / "linear_rows.cu").read_text())
-    assert {tuple(map(int, numbers)) for numbers in compiled} == {*INSTANCES, *SMALL_INSTANCES}
+    def compiled(file: str, numbers: int) -> set[tuple[int, ...]]:
+        """The first numbers of each instance in a source."""
+        found = re.findall(r"NF4_INSTANCE\((\d[\d, ]*)", (SOURCES / file).read_text())
+        return {tuple(map(int, one.split(", ")[:numbers])) for one in found}
 
-
-def test_the_wgmma_instances_are_those_compiled() -> None:
-    source = (SOURCES / "wgmma_sm90" / "instances.cuh").read_text()
-    compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), \d", source)
-    assert {(int(tokens), int(groups)) for tokens, groups in compiled} == set(WGMMA_INSTANCES)
-
-
-def test_the_mma_instances_are_those_compiled() -> None:
-    source = (SOURCES / "mma_sm80" / "instances.cuh").read_text()
-    compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+)\)", source)
-    assert {(int(warps), int(tiles) * 8) for warps, tiles in compiled} == set(MMA_COSTS)
+    assert compiled("rows/linear_rows.cu", 3) == {*INSTANCES, *SMALL_INSTANCES}
+    assert compiled("wgmma_sm90/instances.cuh", 2) == set(WGMMA_INSTANCES)
+    tiles = {(warps, tokens // 8) for warps, tokens in MMA_COSTS}
+    assert compiled("mma_sm80/instances.cuh", 2) == tiles
 
 
 def test_every_instance_has_stages() -> None:

@@ -25,8 +25,6 @@ from server.types import GenerateRequest, RequestOutput
 from tests.engine.factories import SchedulerDriver, make_request, make_sequence, run_together, tokens
 from tests.engine.models import FAMILIES, VOCABULARY, tiny_model
 
-pytestmark = pytest.mark.usefixtures("in_columns")
-
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6, enforce_eager=True)
 MODEL = tiny_model("llama")
 BLOCK_BYTES = 768 * 4
@@ -81,6 +79,7 @@ def test_a_prefix_is_shared_while_its_first_owner_still_runs() -> None:
     assert engine.stats().kv_blocks_used == used + 1
 
 
+@pytest.mark.usefixtures("in_columns")
 @pytest.mark.parametrize("blocks", [None, 26])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_are_the_same_without_it(blocks: int | None, temperature: float) -> None:
@@ -163,6 +162,7 @@ def test_keys_depend_on_salt_and_on_all_tokens_before() -> None:
 events = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 30), st.integers(1, 9)), max_size=50)
 
 
+@pytest.mark.usefixtures("in_columns")
 @settings(max_examples=200, deadline=None)
 @given(events, st.integers(10, 20), st.integers(1, 5), st.integers(1, 30), st.booleans())
 def test_invariants_under_any_history(
