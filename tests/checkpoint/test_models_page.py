@@ -64,7 +64,7 @@ LAYOUTS: dict[str, tuple[str, Callable[..., Any]]] = {
 ADAPTERS: dict[str, tuple[str, Tests]] = {
     "LoRA, rsLoRA, rank and alpha patterns on projections": (
         "works",
-        (test_lora.test_adapters_and_base_in_one_batch_equal_peft_with_each_alone, "a fused base"),
+        (test_lora.test_adapters_and_base_in_one_batch, "a fused base"),
     ),
     "DoRA, also of the output layer and the embedding": (
         "works",
@@ -98,7 +98,7 @@ ADAPTERS: dict[str, tuple[str, Tests]] = {
         "refused",
         (test_lora_kinds.test_what_is_not_served_is_refused_by_name,),
     ),
-    "a trained bias of the output layer": ("refused", (test_lora_kinds.test_a_bias_of_the_output_layer_is_refused,)),
+    "a trained bias of the output layer": ("refused", (test_lora_kinds.test_what_is_not_served_is_refused_by_name,)),
     "experts, by names of each or by target_parameters": (
         "refused",
         (
@@ -106,7 +106,7 @@ ADAPTERS: dict[str, tuple[str, Tests]] = {
             test_lora_adapters.test_configurations_that_are_not_plain_lora_are_refused_by_name,
         ),
     ),
-    "vocabularies of another size": ("refused", (test_lora_kinds.test_output_layers_that_do_not_fit,)),
+    "vocabularies of another size": ("refused", (test_lora_kinds.test_what_is_not_served_is_refused_by_name,)),
     "DoRA, biases and tables at run time, without room from the start": (
         "refused",
         (test_lora_kinds.test_room_is_made_at_the_start,),
