@@ -19,7 +19,7 @@ _EXPERTS: Settings = {
     "moe_k": 2, "moe_topk": 2, "top_k": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "moe_num_shared_experts": 1, "n_shared_experts": 1, "num_shared_experts": 1,
 }  # fmt: skip
-_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 _TEXT: Settings = {**COMMON, **_EXPERTS, **_LATENT}
 _VISION: Settings = {**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
 _DECODER = {"is_decoder": True}

@@ -86,7 +86,7 @@ class AttentionBackend(ABC):
 
         query [T, heads, key_dim] of full heads, latent [T, 1, rank + rotary]; returns full heads [T, heads, value_dim].
         """
-        out = self.attend(layer, heads.absorbed(query), latent, latent[..., : heads.rank], options)
+        out = self.attend(layer, heads.absorbed(query), latent, latent[..., : heads.sizes.rank], options)
         return heads.values_of(out)
 
     def see_sinks(self, layer: int, sinks: torch.Tensor) -> None:  # noqa: B027 - most need not know

@@ -7,63 +7,91 @@ over latents, and the value matrix is applied to the weighted sum of latents.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values [1, heads, tokens, dim] of latents [1, 1, tokens, rank] and rotary columns [1, 1, tokens, rotary]."""
+Project = Callable[[torch.Tensor], torch.Tensor]
+"""Both matrices of all heads as one GEMM: [tokens, heads * (plain + width)] of latents [tokens, rank]."""
 
 _MAX_EXPANDED = 2**26
 """Numbers of keys and values that are expanded at a time."""
 
 
 @dataclass(frozen=True)
-class LatentHeads:
-    """The matrices of a layer's heads, in the dtype of the activations."""
+class HeadSizes:
+    """Of a layer's matrices."""
 
-    key: torch.Tensor
-    """[heads, plain, rank], where plain is the columns of a key without its rotary ones."""
-    value: torch.Tensor
-    """[heads, rank, value_dim]."""
-    expand: Expand
-    """The same as a GEMM over latents."""
+    heads: int
+    plain: int
+    """Columns of a key without its rotary ones."""
+    width: int
+    """Columns of a value."""
+    rank: int
+    """Columns of a latent without the rotary ones."""
 
-    @classmethod
-    def of(cls, weight: torch.Tensor, key_dim: int, value_dim: int, expand: Expand) -> LatentHeads:
-        """The matrices in a weight [heads * (key_dim + value_dim), rank], each head's key rows before its value rows."""
-        key, value = weight.unflatten(0, (-1, key_dim + value_dim)).split([key_dim, value_dim], 1)
-        return cls(key.contiguous(), value.transpose(1, 2).contiguous(), expand)
 
-    @property
-    def rank(self) -> int:
-        """Columns of a latent, without the rotary ones."""
-        return self.key.shape[2]
+class LatentHeads(ABC):
+    """The matrices of a layer's heads."""
 
+    def __init__(self, sizes: HeadSizes, project: Project) -> None:
+        self.sizes = sizes
+        self.project = project
+
+    @abstractmethod
     def absorbed(self, query: torch.Tensor) -> torch.Tensor:
         """Queries over latents [T, heads, rank + rotary] of queries [T, heads, plain + rotary]."""
-        plain = self.key.shape[1]
-        out = query.new_empty(*query.shape[:2], self.rank + query.shape[2] - plain)
-        torch.bmm(query[..., :plain].transpose(0, 1), self.key, out=out[..., : self.rank].transpose(0, 1))
-        out[..., self.rank :] = query[..., plain:]
-        return out
 
+    @abstractmethod
     def values_of(self, sums: torch.Tensor) -> torch.Tensor:
-        """Results of heads [T, heads, value_dim] of weighted sums of latents [T, heads, rank]."""
-        return torch.bmm(sums.transpose(0, 1), self.value).transpose(0, 1)
+        """Results of heads [T, heads, width] of weighted sums of latents [T, heads, rank]."""
 
     def expanded(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [heads, tokens, plain + rotary] and values [heads, tokens, value_dim] of latents [tokens, rank + rotary]."""
-        keys, values = self.expand(*latent[None, None].split([self.rank, latent.shape[1] - self.rank], -1))
-        return keys[0], values[0]
+        """Keys [tokens, heads, plain + rotary] and values [tokens, heads, width] of latents [tokens, rank + rotary].
+
+        Values of one head and the next have as many elements between them as of one token's last head and the next token's.
+        """
+        sizes, rotary = self.sizes, latent[:, None, self.sizes.rank :]
+        plain, values = (
+            self.project(latent[:, : sizes.rank]).unflatten(-1, (sizes.heads, -1)).split([sizes.plain, sizes.width], -1)
+        )
+        return torch.cat((plain, rotary.expand(-1, sizes.heads, -1)), -1), values
 
     def expands(self, length: int, end: int) -> bool:
         """Whether a chunk of that many tokens, the last of `end`, takes fewer operations with expanded keys and values."""
-        plain, (heads, rank, width) = self.key.shape[1], self.value.shape
-        if end * heads * (plain + width) > _MAX_EXPANDED:
+        sizes = self.sizes
+        both = sizes.plain + sizes.width
+        if end * sizes.heads * both > _MAX_EXPANDED:
             return False
         pairs = length * (end - length) + length * (length + 1) // 2
-        matrices = rank * (plain + width)
         # Rotary columns are the same in both forms.
-        return pairs * (plain + width) + end * matrices < pairs * 2 * rank + length * matrices
+        return pairs * both + end * sizes.rank * both < pairs * 2 * sizes.rank + length * sizes.rank * both
+
+
+class DenseHeads(LatentHeads):
+    """Matrices in the dtype of the activations."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, sizes: HeadSizes, project: Project) -> None:
+        """key: [heads, plain, rank]. value: [heads, rank, width]."""
+        super().__init__(sizes, project)
+        self._key, self._value = key, value
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, sizes: HeadSizes, project: Project) -> DenseHeads:
+        """The matrices in a weight [heads * (plain + width), rank], each head's key rows before its value rows."""
+        key, value = weight.unflatten(0, (sizes.heads, -1)).split([sizes.plain, sizes.width], 1)
+        return cls(key, value.transpose(1, 2), sizes, project)
+
+    def absorbed(self, query: torch.Tensor) -> torch.Tensor:
+        """See LatentHeads."""
+        plain, rank = self.sizes.plain, self.sizes.rank
+        out = query.new_empty(*query.shape[:2], rank + query.shape[2] - plain)
+        out[..., :rank] = torch.bmm(query[..., :plain].transpose(0, 1), self._key).transpose(0, 1)
+        out[..., rank:] = query[..., plain:]
+        return out
+
+    def values_of(self, sums: torch.Tensor) -> torch.Tensor:
+        """See LatentHeads."""
+        return torch.bmm(sums.transpose(0, 1), self._value).transpose(0, 1)

@@ -11,7 +11,7 @@ import torch
 
 from nf4_kernels import cpu
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
-from server.engine.runtime.attention.latent import LatentHeads
+from server.engine.runtime.attention.latent import HeadSizes, LatentHeads
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span
 from server.engine.runtime.native import load_native
@@ -104,7 +104,7 @@ class PagedCpuBackend(SdpaBackend):
         self._address = ctypes.addressof(self._call)
         # The tensors that _call points to.
         self._kept: tuple[torch.Tensor, ...] = ()
-        self._parts: dict[tuple[torch.Size, torch.Size], _Parts] = {}
+        self._parts: dict[HeadSizes, _Parts] = {}
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
@@ -136,19 +136,18 @@ class PagedCpuBackend(SdpaBackend):
         """See AttentionBackend. Chunks for which it takes fewer operations attend over expanded keys and values."""
         batch = self._batch
         assert batch is not None
-        key = heads.key.shape, heads.value.shape
-        if key not in self._parts:
-            self._parts[key] = _Parts.of(batch, heads)
-        parts = self._parts[key]
+        if heads.sizes not in self._parts:
+            self._parts[heads.sizes] = _Parts.of(batch, heads)
+        parts = self._parts[heads.sizes]
         if not parts.expanded or self._image_queries:
             return super().attend_latent(layer, query, latent, heads, options)
         self._flat_keys[layer].index_copy_(0, batch.slots, latent.float())
-        out = query.new_empty(*query.shape[:2], heads.value.shape[2])
+        out = query.new_empty(*query.shape[:2], heads.sizes.width)
         call = _Call.from_buffer_copy(self._call)
         call.tokens = 0
         if parts.rows is not None:
             absorbed = heads.absorbed(query[parts.rows]).float()
-            sums = absorbed.new_empty(*absorbed.shape[:2], heads.rank)
+            sums = absorbed.new_empty(*absorbed.shape[:2], heads.sizes.rank)
             self._fill(call, layer, (absorbed, latent, latent, sums), options)
             call.spans, call.tables = parts.spans.data_ptr(), parts.tables.data_ptr()
             call.sequences = len(parts.spans)
@@ -170,7 +169,7 @@ class PagedCpuBackend(SdpaBackend):
         """Fill out's rows of one sequence, whose latents are in the cache; its keys and values take the place of a cache."""
         rows, blocks = slice(span.row, span.row + span.length), torch.tensor(list(span.blocks))
         latents = self._keys[layer].index_select(0, blocks).flatten(0, 2)[: span.end].to(query.dtype)
-        keys, values = (tensor.transpose(0, 1).float().contiguous() for tensor in heads.expanded(latents))
+        keys, values = (tensor.float() for tensor in heads.expanded(latents))
         own, sums = query[rows].float(), torch.empty(span.length, query.shape[1], values.shape[2])
         place = torch.tensor([0, span.start, span.end])
         call = _Call(block_size=span.end, amx=self._call.amx, sequences=1, table_width=1)
@@ -179,7 +178,7 @@ class PagedCpuBackend(SdpaBackend):
         call.spans, call.tables = place.data_ptr(), place.data_ptr()
         call.key_cache, call.value_cache = keys.data_ptr(), values.data_ptr()
         call.kv_heads = query.shape[1]
-        call.key_dim, call.value_dim, call.value_row = keys.shape[2], values.shape[2], values.shape[2]
+        call.key_dim, call.value_dim, call.value_row = keys.shape[2], values.shape[2], values.stride(1)
         self._attend(ctypes.addressof(call))
         out[rows] = sums.to(out.dtype)
 

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from server.engine.runtime.attention.calls import LATENT_HEADS, is_attending
-from server.engine.runtime.attention.latent import LatentHeads
+from server.engine.runtime.attention.latent import DenseHeads, HeadSizes, LatentHeads
+from server.engine.runtime.attention.packed_heads import PackedHeads
 from server.engine.runtime.exchange import agreed
 from server.engine.runtime.model.cpu_linear import CpuNF4Linear
 from server.engine.runtime.model.lora import bias_of, dequantized
@@ -71,7 +72,19 @@ def _keep(module: Any, dtype: torch.dtype) -> None:
             return found
         return torch.cat((latent, rotary), -1), latent
 
-    weight = dequantized(module.kv_b_proj, dtype)
-    heads = LatentHeads.of(weight, module.qk_nope_head_dim, module.v_head_dim, own)
-    setattr(module, LATENT_HEADS, heads)
+    setattr(module, LATENT_HEADS, _heads(module, dtype))
     module.expand_kv = expand_kv
+
+
+def _heads(module: Any, dtype: torch.dtype) -> LatentHeads:
+    linear: nn.Module = module.kv_b_proj
+    plain, width = module.qk_nope_head_dim, module.v_head_dim
+    sizes = HeadSizes(module.kv_b_proj.out_features // (plain + width), plain, width, module.kv_lora_rank)
+    if isinstance(linear, CpuNF4Linear):
+        try:
+            return PackedHeads(linear.weight, sizes, linear)
+        except ValueError as e:
+            logger.info(
+                "the matrices of latent attention are kept in %s, in which reading them takes longer: %s", dtype, e
+            )
+    return DenseHeads.of(dequantized(linear, dtype), sizes, linear)
