@@ -39,7 +39,7 @@ def expected(model: Any, prompt: list[int]) -> torch.Tensor:
         return hidden
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "lfm2", "qwen3_5_text", "granitemoehybrid"])
 @pytest.mark.parametrize("config", [EAGER, CONFIG], ids=["eager", "written"])
 def test_states_are_those_of_transformers_beside_sequences_that_generate(family: str, config: EngineConfig) -> None:
     model = tiny_model(family)
