@@ -88,10 +88,12 @@ MODELS: dict[str, dict[str, Any]] = {
 def made(model_type: str, **sizes: Any) -> PreTrainedModel:
     """A random model; sizes: of its text model, others than those of MODELS."""
     settings = MODELS[model_type]
-    settings = (
-        {**settings, "text_config": settings["text_config"] | sizes} if "text_config" in settings else settings | sizes
-    )
-    model = random_model(config_of(model_type, **settings))
+    if sizes and "text_config" in settings:
+        own: dict[str, dict[str, Any]] = {"text_config": settings["text_config"] | sizes}
+        if "out_hidden_size" in settings["vision_config"]:
+            own["vision_config"] = settings["vision_config"] | {"out_hidden_size": own["text_config"]["hidden_size"]}
+        sizes = own
+    model = random_model(config_of(model_type, **settings | sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name and parameter.dim() == 1:
