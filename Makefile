@@ -116,7 +116,7 @@ test-routers: $(VENV)/.dev kernels model ## SGLang's router over two servers
 	$(BIN)/python -m pip install --quiet 'sglang-router>=0.3.2'
 	$(BIN)/python -m pytest -m 'not slow' tests/deploy/sglang_router.py
 
-test-speculation: $(VENV)/.dev kernels model ## 500 random requests for each source of guesses have the same answers with speculation and without (REQUESTS=)
+test-speculation: $(VENV)/.dev kernels model ## 500 random requests for each proposer have the same answers with speculation and without (REQUESTS=)
 	SPECULATION_REQUESTS=$(or $(REQUESTS),500) $(BIN)/python -m pytest -m slow tests/engine/speculation/test_speculation.py --timeout 3000
 
 fuzz: $(VENV)/.dev kernels model ## schemathesis with 2000 cases over the server's own OpenAPI document (FUZZ_CASES=)

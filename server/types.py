@@ -37,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     embed: bool = False
     """The final hidden state of the prompt's last token is wanted, and no token; max_tokens is 1."""
     speculation: bool = True
-    """Whether several tokens may be guessed and checked in a step, where the engine does; the answer is the same."""
+    """Whether steps may have draft tokens, where the engine has speculation; the answer is the same."""
     grammar: str | None = None
     """A grammar that the text has to match, in llguidance's JSON form."""
 
@@ -130,9 +130,9 @@ class RequestTimings(msgspec.Struct, frozen=True, gc=False):
     linear_prefill: float = 0.0
     linear_decode: float = 0.0
     draft_tokens: int = 0
-    """Guesses that were checked (speculation); not a time."""
+    """Draft tokens that were verified (speculation); not a time."""
     accepted_tokens: int = 0
-    """Guesses that were accepted; not a time."""
+    """Draft tokens that were accepted; not a time."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
@@ -204,11 +204,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     state_snapshot_hits: int = 0
     """Sequences that began with a snapshot."""
     drafts: int = 0
-    """Times that a sequence had guesses checked in a step (speculation)."""
+    """Times that a sequence had draft tokens in a step (speculation)."""
     draft_tokens: int = 0
-    """Guesses that were checked."""
+    """Draft tokens that were verified."""
     accepted_by_place: list[int] = []
-    """Guesses that were accepted, by their place among the sequence's guesses of a step; empty without speculation."""
+    """Those that were accepted, by their place among a sequence's draft tokens of a step; empty without speculation."""
     images_computed: int = 0
     """Images that the tower has computed."""
     image_feature_hits: int = 0

@@ -1,13 +1,13 @@
-"""What steps with guesses cost on a GPU, and what they gain with a drafter of a given accuracy; with dummy NF4 weights.
+"""What steps with draft tokens cost on a GPU, and what they gain with a given accuracy; with dummy NF4 weights.
 
 python -m bench.speculation.drafter --model qwen3-32b --draft qwen3-0.6b
 python -m bench.speculation.drafter --model qwen3-32b
 
-It measures, for one model: steps of one sequence with 0, 3, 7 and 15 guesses, none of which is right; tokens per second with
-a drafter whose guesses are each right with a probability; and tokens per second of random text, in which nothing can be
-guessed, with speculation by lookup, by the draft model and off. With --draft that drafter is a draft model: its time is in
-the figures, and how many guesses there are is learned from how many are right. Without it its guesses cost nothing, and how
-many there are follows from the probability. Which of a drafter's guesses are accepted is decided at random and not by
+It measures, for one model: steps of one sequence with 0, 3, 7 and 15 draft tokens, none of which is right; tokens per second
+with a drafter whose tokens are each right with a probability; and tokens per second of random text, in which nothing comes
+true, with speculation by lookup, by the draft model and off. With --draft that drafter is a draft model: its time is in the
+figures, and how many draft tokens there are is learned from how many are right. Without it they cost nothing, and how many
+there are follows from the probability. Which of a drafter's tokens are accepted is decided at random and not by
 comparison, because models with dummy weights have near ties and agree on nothing. Decode is timed while all sequences run,
 and what is compared is interleaved. The rows go to bench/results/speculation-<device>.json.
 """
@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,11 +33,11 @@ import torch
 
 from bench.speculation.results import Row, default_path, write
 from server.config import EngineConfig
-from server.engine import accounting
 from server.engine.core import Engine
 from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.sampling import verification
 from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.scheduling.step import Step
+from server.engine.scheduling.step import Drafts, Step
 from server.engine.speculation.costs import StepCosts
 from server.engine.speculation.drafts import DraftSpeculator
 from server.engine.start import load_runner
@@ -53,65 +54,56 @@ _chance = random.Random(0)
 
 
 class Drafter:
-    """Guesses each of which is taken to be right with one probability."""
+    """Proposes tokens each of which is taken to be accepted with one probability."""
 
     def __init__(self, right: float) -> None:
         self._right = right
         self.known = 0
 
     def follow(self, tokens: list[int], known: int, most: int) -> int:
-        """See GuessSource."""
+        """See Proposer."""
         more, self.known = known - self.known, known
         return more
 
     def survival(self, count: int) -> list[float]:
-        """See GuessSource."""
+        """See Proposer."""
         return [self._right ** (place + 1) for place in range(count)]
 
     def promise(self, unknown: int, count: int) -> float:
-        """See GuessSource."""
+        """See Proposer."""
         return sum(self.survival(unknown + count)[unknown:])
 
-    def guesses(self, count: int) -> list[int]:
-        """See GuessSource."""
+    def propose(self, count: int) -> list[int]:
+        """See Proposer."""
         return list(range(5, 5 + count))
 
 
-def _drawn(right: float, step: Step, results: list[Sampled]) -> tuple[list[Sampled], dict[str, list[Sampled]]]:
-    """Do as verification.accepted() does, but by chance: a guess behind right ones is right with that probability."""
-    firsts: list[Sampled] = []
-    others: dict[str, list[Sampled]] = {}
-    rows = iter(results)
-    for chunk in step.chunks:
-        count = len(step.guesses.get(chunk.sequence.request_id, ()))
-        firsts.append(next(rows))
-        following = list(itertools.islice(rows, count))
-        if count:
-            wrong = (place for place in range(count) if _chance.random() >= right)
-            others[chunk.sequence.request_id] = following[: next(wrong, count)]
-    return firsts, others
+def _drawn(right: float, draft_tokens: Items[int], _results: list[Sampled]) -> int:
+    """Do as verification.num_accepted() does, but by chance: each token behind accepted ones is with that probability."""
+    wrong = (place for place in range(len(draft_tokens)) if _chance.random() >= right)
+    return next(wrong, len(draft_tokens))
 
 
 @contextmanager
-def drafting(engine: Engine, right: float, guesses: int | None = None) -> Iterator[None]:
-    """Let an engine's sequences have a Drafter while entered; with guesses, one sequence has that many in every step."""
+def drafting(engine: Engine, right: float, count: int | None = None) -> Iterator[None]:
+    """Let an engine's sequences have a Drafter while entered; with a count, one sequence has that many in every step."""
     speculator = engine._speculator
     assert speculator is not None
     if isinstance(speculator, DraftSpeculator):
-        with patch.object(accounting, "accepted", partial(_drawn, right)):
+        with patch.object(verification, "num_accepted", partial(_drawn, right)):
             yield
         return
     costs, plan = speculator.costs, speculator.plan
-    if guesses is not None:
-        speculator.costs = StepCosts({1 + guesses: 1e-9}, {1: 1.0})
+    if count is not None:
+        speculator.costs = StepCosts({1 + count: 1e-9}, {1: 1.0})
 
-    def planned(step: Step) -> bool:
+    def planned(step: Step) -> Drafts:
         for chunk in step.chunks:
-            if chunk.sequence.guesser is None:
-                chunk.sequence.guesser = Drafter(right)
+            if chunk.sequence.proposer is None:
+                chunk.sequence.proposer = Drafter(right)
         return plan(step)
 
-    with patch.object(speculator, "plan", planned), patch.object(accounting, "accepted", partial(_drawn, right)):
+    with patch.object(speculator, "plan", planned), patch.object(verification, "num_accepted", partial(_drawn, right)):
         yield
     speculator.costs = costs
 
@@ -149,7 +141,7 @@ def random_prompts(count: int, length: int) -> list[list[int]]:
 
 
 def step_times(off: Engine, on: Engine, contexts: list[int], model: str) -> list[Row]:
-    """Print the seconds of steps of one sequence by its guesses, and give a row for each number of them."""
+    """Print the seconds of steps of one sequence by its draft tokens, and give a row for each number of them."""
     rows = []
     for context in contexts:
         prompts = random_prompts(1, context)
@@ -160,32 +152,34 @@ def step_times(off: Engine, on: Engine, contexts: list[int], model: str) -> list
                 with drafting(on, 0.0, count):
                     found[count].append(run(on, prompts, 100)[1])
         medians = {count: statistics.median(own) for count, own in found.items()}
-        shown = (f"{count} guesses {1e3 * own:.3f} ms ({own / medians[0]:.3f} x)" for count, own in medians.items())
+        shown = (
+            f"{count} draft tokens {1e3 * own:.3f} ms ({own / medians[0]:.3f} x)" for count, own in medians.items()
+        )
         print(f"context {context}: {', '.join(shown)}", flush=True)
         for count in (3, 7, 15):
             ratio = statistics.median(plain / own for plain, own in zip(found[0], found[count], strict=True))
             speeds = round(1 / medians[count], 1), round(1 / medians[0], 1), round(ratio, 3)
-            task = f"{count} guesses behind {context} tokens, none right"
+            task = f"{count} draft tokens behind {context} tokens, none right"
             rows.append(Row(model, "free drafter", task, 1, count, 0.0, *speeds))
     return rows
 
 
 def drafted(off: Engine, on: Engine, batches: list[int], model: str, method: str) -> list[Row]:
-    """Print what a drafter gains, for each share of right guesses."""
+    """Print what a drafter gains, for each share of right draft tokens."""
     rows = []
     for batch, right in itertools.product(batches, (0.6, 0.7, 0.8)):
         prompts, pairs, before = random_prompts(batch, PROMPT), [], on.stats()
         for _ in range(ROUNDS):
             plain = run(off, prompts, 200)[0]
             with drafting(on, right):
-                # How many guesses are right is chance, which few tokens would leave to decide.
+                # How many draft tokens are right is chance, which few tokens would leave to decide.
                 pairs.append((run(on, prompts, 200 if batch > 1 else 800)[0], plain))
-        rows.append(_row(model, method, f"{right} of guesses right", batch, pairs, before, on.stats()))
+        rows.append(_row(model, method, f"{right} of draft tokens right", batch, pairs, before, on.stats()))
     return rows
 
 
-def nothing_to_guess(off: Engine, on: dict[str, Engine], batches: list[int], model: str) -> list[Row]:
-    """Print how much slower random text is, on which no guess is right; on: by how they guess."""
+def nothing_comes_true(off: Engine, on: dict[str, Engine], batches: list[int], model: str) -> list[Row]:
+    """Print how much slower random text is, on which no draft token is right; on: by method."""
     rows = []
     for batch in batches:
         prompts, before = random_prompts(batch, PROMPT), {method: engine.stats() for method, engine in on.items()}
@@ -227,7 +221,7 @@ def _row(
     ratios = [on / off for on, off in pairs]
     print(
         f"{method}, {task}, batch {batch}: {row.tok_s} tokens/s, {row.off_tok_s} without, {row.ratio:.3f} x"
-        f" ({min(ratios):.3f} to {max(ratios):.3f}), {row.guesses} guesses, {row.accept_rate} right",
+        f" ({min(ratios):.3f} to {max(ratios):.3f}), {row.draft_tokens} draft tokens, {row.accept_rate} right",
         flush=True,
     )
     return row
@@ -240,7 +234,7 @@ def _engines(runner: ModelRunner, config: EngineConfig) -> dict[str, Engine]:
     costs, speculator = copy.deepcopy(runner.step_costs), engines["lookup"]._speculator
     assert costs is not None
     assert speculator is not None
-    # Both learn from the steps that they take, and only a draft model's guesses take time.
+    # Both learn from the steps that they take, and only a draft model's tokens take time.
     costs._drafting = None
     speculator.costs = costs
     return engines
@@ -256,7 +250,7 @@ def main() -> int:
     parser.add_argument("--model", default="qwen3-32b", help="a folder of bench/models")
     parser.add_argument("--draft", help="the draft model, a folder of bench/models")
     parser.add_argument("--contexts", type=_numbers_of, default=[500, 4000])
-    parser.add_argument("--batches", type=_numbers_of, default=[1, 8], help="batches of guesses")
+    parser.add_argument("--batches", type=_numbers_of, default=[1, 8], help="batches with draft tokens")
     parser.add_argument("--random", type=_numbers_of, default=[1, 8, 32, 128], help="batches of random text")
     parser.add_argument("--kv-gib", type=int, default=24)
     parser.add_argument("--out", type=Path, help="default: bench/results/speculation-<device>.json")
@@ -285,7 +279,7 @@ def main() -> int:
         rows += drafted(off, draft, asked.batches, asked.model, by)
     on = {"lookup": lookup} if draft is None else {"lookup": lookup, by: draft}
     write(path := asked.out or default_path(True), rows, True, rounds=ROUNDS)
-    rows = nothing_to_guess(off, on, asked.random, asked.model)
+    rows = nothing_comes_true(off, on, asked.random, asked.model)
     write(path, rows, True, rounds=ROUNDS + 1)
     print(f"{path}, after {time.perf_counter() - begun:.0f} s")
     return 0

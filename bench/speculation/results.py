@@ -22,12 +22,12 @@ class Row:
     method: str
     """"lookup", or "draft" with the draft model's name where there is a draft model."""
     task: str
-    """The text's name; for a drafter that errs on purpose, the share of its guesses that are right."""
+    """The text's name; for a drafter that errs on purpose, the share of its tokens that are right."""
     batch: int
-    guesses: float
-    """Guesses checked for a sequence in a step that checked some, mean."""
+    draft_tokens: float
+    """Those of a sequence in a step that has some, mean."""
     accept_rate: float
-    """Share of the guesses that were right."""
+    """Share of them that were accepted."""
     tok_s: float
     off_tok_s: float
     ratio: float

@@ -22,7 +22,7 @@ HEADS = (
     "times as fast",
     "commit",
 )
-_STEP = re.compile(r"(\d+) guesses behind (\d+) tokens, none right")
+_STEP = re.compile(r"(\d+) draft tokens behind (\d+) tokens, none right")
 """The task of a row that is of a step's time; see bench.speculation.drafter."""
 Result = dict[str, Any]
 
@@ -53,13 +53,13 @@ def speculation_texts(file: str = FILE) -> str:
 
 
 def _cells(row: Result) -> list[str]:
-    drafts = (f"{row['guesses']:.1f}", f"{row['accept_rate']:.2f}") if row["guesses"] else ("0", "")
+    drafts = (f"{row['draft_tokens']:.1f}", f"{row['accept_rate']:.2f}") if row["draft_tokens"] else ("0", "")
     speeds = f"{row['tok_s']:.1f}", f"{row['off_tok_s']:.1f}", f"**{row['ratio']:.2f}**"
     last = [f"{row['last_ratio']:.2f}"] if "last_ratio" in row else []
     return [
         name_of(row),
         row["method"],
-        row["task"].replace("of guesses right", "right"),
+        row["task"].replace("of draft tokens right", "right"),
         str(row["batch"]),
         *drafts,
         *speeds,

@@ -182,15 +182,15 @@ def measure(
     off, on = engines
     batches = [[prompt] for prompt in prompts] if batch == 1 else [[prompts[i % len(prompts)] for i in range(batch)]]
     plain: list[Run] = []
-    guessed: list[Run] = []
+    drafted: list[Run] = []
     for engine in (on, off):
         run_task(engine, batches, tokens, clock)
     before = on.stats()
     for number in range(rounds):
         # The engine that runs first changes from round to round.
         for engine in (on, off) if number % 2 else (off, on):
-            (guessed if engine is on else plain).append(run_task(engine, batches, tokens, clock))
-    for one, other in zip(plain[-1].answers, guessed[-1].answers, strict=True):
+            (drafted if engine is on else plain).append(run_task(engine, batches, tokens, clock))
+    for one, other in zip(plain[-1].answers, drafted[-1].answers, strict=True):
         if one != other:
             place = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
             print(f"  {task.name}: answers differ from token {place} on")
@@ -204,10 +204,10 @@ def measure(
         batch,
         round(checked / drafts, 2) if drafts else 0.0,
         round(accepted / checked, 3) if checked else 0.0,
-        round(statistics.median(own.rate for own in guessed), 1),
+        round(statistics.median(own.rate for own in drafted), 1),
         round(statistics.median(own.rate for own in plain), 1),
-        round(statistics.median(a.rate / b.rate for a, b in zip(guessed, plain, strict=True)), 3),
-        round(statistics.median(b.last / a.last for a, b in zip(guessed, plain, strict=True)), 3),
+        round(statistics.median(a.rate / b.rate for a, b in zip(drafted, plain, strict=True)), 3),
+        round(statistics.median(b.last / a.last for a, b in zip(drafted, plain, strict=True)), 3),
     )
 
 
@@ -254,7 +254,7 @@ def main() -> int:
         row = rows[-1]
         print(
             f"{row.task:16} batch {row.batch:3}: {row.tok_s:8.1f} tokens/s, {row.off_tok_s:8.1f} without, {row.ratio:.2f} x;"
-            f" {row.last_ratio:.2f} x until the last; {row.guesses:.1f} guesses, {row.accept_rate:.2f} right",
+            f" {row.last_ratio:.2f} x until the last; {row.draft_tokens:.1f} draft tokens, {row.accept_rate:.2f} right",
             flush=True,
         )
     path = asked.out or default_path(on_gpu)

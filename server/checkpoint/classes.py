@@ -86,7 +86,7 @@ def loading_of(info: CheckpointInfo) -> Loading:
         )
     if info.model_type.endswith("_assistant"):
         raise CheckpointError(
-            f"{info.folder}: {info.architecture} ({info.model_type}) guesses tokens for a larger model, whose keys"
+            f"{info.folder}: {info.architecture} ({info.model_type}) proposes tokens for a larger model, whose keys"
             " and values it reads; it is no model to serve, and engine.draft_model cannot be it"
         )
     config = read_config(info.folder)
@@ -126,7 +126,7 @@ def _refuse_other_states(info: CheckpointInfo, config: Any, model_class: type[Pr
 
 
 def is_left_out(name: str, config: Any) -> bool:
-    """Whether a tensor of that name in the files is not for text, or for guesses of later tokens, and so not loaded."""
+    """Whether a tensor of that name in the files is not for text, or proposes later tokens, and so not loaded."""
     layer = _LAYER.search(name)
     return (
         is_ignored(name)

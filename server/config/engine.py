@@ -134,7 +134,7 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _drafts_have_a_model(self) -> EngineConfig:
         if self.speculation == "draft" and self.draft_model is None:
-            raise ValueError("speculation is draft, and draft_model does not say which model guesses")
+            raise ValueError("speculation is draft, and draft_model does not say which model proposes tokens")
         if self.draft_model is not None and self.speculation != "draft":
             raise ValueError(f"draft_model is set, and speculation is {self.speculation}; it has to be draft")
         return self

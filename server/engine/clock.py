@@ -12,7 +12,7 @@ from server.types import RequestTimings
 
 @dataclass(slots=True)
 class RequestClock:
-    """One request's times so far, in seconds, and its guesses; moments are of time.perf_counter()."""
+    """One request's times so far, in seconds, and its draft tokens; moments are of time.perf_counter()."""
 
     arrived: float
     scheduled: float | None = None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from server.config import EngineConfig
-from server.engine.accounting import Accounting, Checked
+from server.engine.accounting import Accounting, Settled
 from server.engine.execution import Executor
 from server.engine.grammar import Grammars
 from server.engine.outputs import OutputBuilder
@@ -16,6 +16,7 @@ from server.engine.requests import check_request
 from server.engine.runtime.graphs.launched_step import LaunchedStep
 from server.engine.runtime.limits import token_budget
 from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.prompt_images import PromptImages
@@ -74,7 +75,7 @@ class Engine:
         self._deferred: Step | None = None
         self._random = random.SystemRandom()
         self._speculator = self._make_speculator(config)
-        self._accounting = Accounting(self._scheduler, self._outputs, self._pace, self._speculator)
+        self._accounting = Accounting(self._scheduler, self._outputs, self._pace)
 
     def _make_speculator(self, config: EngineConfig) -> Speculator | None:
         costs, longest, draft_model = (
@@ -153,54 +154,80 @@ class Engine:
         """
         outputs, self._rejected = self._rejected, []
         begun = time.perf_counter()
+        # What was launched gives its pinned memory back when this returns, not while the device waits.
+        previous, self._pending = self._pending, None
         # Async scheduling: where the runner can, this step is launched before the last one's tokens are read.
-        pending, self._pending = self._pending, None
-        ran: Step | None = None
-        before: EngineStats | None = None
-        checked: Checked | None = None
-        if pending is not None and pending.step.guesses:
-            # What is next depends on which guesses were right. The requests are told while the device goes on.
-            # What was launched gives its pinned memory back when this returns, not while the device waits.
-            ran, read, pending = pending.step, pending, None
-            checked = self._read_check(read)
+        unread, settled = previous, None
+        if unread is not None and unread.step.drafts:
+            # What is next depends on which were accepted. The requests are told while the device goes on.
+            settled, unread = self._read(unread), None
         step = self._next_step()
-        # Guesses need the tokens of the step before, so a step that is likely to have some waits for them.
-        guessing = self._speculator is not None and self._speculator.plan(step)
-        launched = self._runner.execute_async(step, pending) if step.size and not guessing else None
-        if pending is None and checked is None:
+        if previous is None:
             self._step_clock.start()
-        if pending is not None:
-            ran = pending.step
-            outputs += self._accounting.account(ran, pending.read(), {})
-            self._step_clock.start()
-        if launched is None:
-            step.leave_out_ended()
-            if guessing:
-                launched = self._launch_check(step, planned=pending is None)
-        if checked is not None:
-            outputs += self._accounting.tell(checked)
+        if (read := self._propose(step, unread)) is not None:
+            settled, unread = read, None
+        launched = self._runner.execute_async(step, unread) if step.size else None
+        if unread is not None:
+            settled = self._read(unread)
+        if settled is not None:
+            outputs += self._accounting.tell(settled)
         # Sampling under grammars had to wait for the tokens of the last step.
         if launched is not None and not launched.complete():
             launched = None
+        ran = None if previous is None else previous.step
+        before: EngineStats | None = None
+        if launched is None:
             step.leave_out_ended()
-        if launched is None and ran is not None and not step.is_decode:
-            # Tokens that have been read are told before a prompt's step, which may take much longer than theirs.
-            self._deferred = step
-            return StepOutputs(outputs, self.stats(ran))
+            if ran is not None and not step.is_decode:
+                # Tokens that have been read are told before a prompt's step, which may take much longer than theirs.
+                self._deferred = step
+                return StepOutputs(outputs, self.stats(ran))
         self._outputs.schedule([sequence for sequence in step.admitted if sequence.phase is Phase.RUNNING])
         if launched is not None:
-            step.ahead = pending is not None and not guessing
+            step.ahead = unread is not None
             self._scheduler.advance(step)
             self._pending = launched
         elif step.size:
             before = None if ran is None else self.stats(ran)
-            outputs += self._compute(step)
+            results, failures = self._executor.execute(step)
+            self._scheduler.advance(step)
+            outputs += self._accounting.tell(self._settle(step, results, failures))
             ran = step
         if self._speculator is not None:
-            if ran is step and pending is None and checked is None:
+            if ran is step and previous is None:
                 self._speculator.note_time(step, time.perf_counter() - begun)
             self._speculator.catch_up(step)
         return StepOutputs(outputs, self.stats(ran), before)
+
+    def _propose(self, step: Step, unread: LaunchedStep | None) -> Settled | None:
+        """Give a step draft tokens if they are expected to pay; what unread came to, if it had to be read for that."""
+        speculator, settled = self._speculator, None
+        drafts = {} if speculator is None else speculator.plan(step)
+        if speculator is None or not drafts:
+            return None
+        if unread is not None:
+            # They follow from tokens that the host knows.
+            settled = self._read(unread)
+            step.leave_out_ended()
+            drafts = speculator.plan(step)
+        self._scheduler.schedule_drafts(step, drafts)
+        speculator.propose(step)
+        return settled
+
+    def _read(self, launched: LaunchedStep) -> Settled:
+        """Wait for a launched step, and give its sequences their tokens."""
+        settled = self._settle(launched.step, launched.read(), {})
+        if self._speculator is not None and (launched.step.ahead or launched.step.drafts):
+            # What draft tokens delay, because they need the tokens of the step in front, is no cost of a step without them.
+            self._speculator.note_time(launched.step, self._step_clock.seconds)
+        self._step_clock.start()
+        return settled
+
+    def _settle(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> Settled:
+        settled = self._accounting.settle(step, results, failures)
+        if self._speculator is not None:
+            self._speculator.note_accepted(settled.step)
+        return settled
 
     def _next_step(self) -> Step:
         """The step that waits for its turn, as far as its sequences still run, or the scheduler's."""
@@ -250,41 +277,6 @@ class Engine:
             running_adapters=[] if adapters is None else self._scheduler.adapter_names(Phase.RUNNING),
             waiting_adapters=[] if adapters is None else self._scheduler.adapter_names(Phase.WAITING),
         )
-
-    def _compute(self, step: Step) -> list[RequestOutput]:
-        """Execute a scheduled step, account for it, and say what each of its requests got."""
-        results, failures = self._executor.execute(step)
-        self._scheduler.advance(step)
-        if step.guesses:
-            return self._accounting.tell(self._accounting.settle_guesses(step, results))
-        return self._accounting.account(step, results, failures)
-
-    def _launch_check(self, step: Step, planned: bool) -> LaunchedStep | None:
-        """Launch a step that was to have guesses, all of whose tokens are known now; None where it has to be executed.
-
-        planned: whether they were known already when the guesses were planned. Without KV blocks for guesses, or where the
-        known tokens promise none, the step has none.
-        """
-        speculator = self._speculator
-        assert speculator is not None
-        if planned or speculator.plan(step):
-            self._scheduler.reserve(step)
-        if step.guesses:
-            speculator.draft(step)
-        if step.guesses:
-            return self._runner.launch_check(step)
-        speculator.costs.note_void()
-        return self._runner.execute_async(step, None) if step.size else None
-
-    def _read_check(self, launched: LaunchedStep) -> Checked:
-        """Wait for a launched step with guesses, and account for it."""
-        results = launched.read()
-        launched.step.read_guesses()
-        checked = self._accounting.settle_guesses(launched.step, results)
-        assert self._speculator is not None
-        self._speculator.note_time(launched.step, self._step_clock.seconds)
-        self._step_clock.start()
-        return checked
 
 
 def _snapshots_of(runner: ModelRunner, config: EngineConfig) -> Snapshots | None:

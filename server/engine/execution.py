@@ -50,7 +50,7 @@ class Executor:
         """execute() chunk by chunk; the same keys and values are written again, so sequences not at fault lose nothing."""
         results: list[Sampled] = []
         failures: dict[str, str] = {}
-        step.guesses, step.drafted = {}, None
+        step.leave_out_drafts()
         for chunk in step.chunks:
             alone = Step([chunk])
             try:
@@ -72,6 +72,5 @@ class Executor:
 
 def _failures(step: Step, error: Exception) -> tuple[list[Sampled], dict[str, str]]:
     """What execute() gives for a step whose every request failed."""
-    step.guesses, step.drafted = {}, None
     reason = f"the model failed: {type(error).__name__}: {first_line(error)}"
     return [Sampled(0)] * step.num_sampled, {chunk.sequence.request_id: reason for chunk in step.chunks}

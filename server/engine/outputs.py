@@ -12,7 +12,7 @@ from server.engine.clock import RequestClock, StepClock
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.columns import DecodeColumns
 from server.engine.scheduling.sequence import SamplingNeeds, Sequence
-from server.engine.scheduling.step import Chunks, Step
+from server.engine.scheduling.step import Chunk, Chunks, Step
 from server.types import RequestOutput, TokenLogprob
 
 
@@ -67,9 +67,10 @@ class OutputBuilder:
             sequence, length = chunk.sequence, chunk.length
             request_id = sequence.request_id
             clock = clocks[request_id]
-            if length == 1 and chunk.start >= sequence.num_prompt:
-                clock.dequant_decode += dequant
-                clock.linear_decode += linear
+            drafts = chunk.draft_tokens
+            if chunk.start >= sequence.num_prompt and length == 1 + len(drafts):
+                clock.dequant_decode += dequant * length
+                clock.linear_decode += linear * length
             else:
                 clock.dequant_prefill += dequant * length
                 clock.linear_prefill += linear * length
@@ -77,6 +78,9 @@ class OutputBuilder:
                 continue
             result = next(following)
             if failures and request_id in failures:
+                continue
+            if drafts:
+                outputs.append(self._tokens(chunk, result))
                 continue
             is_plain = result.logprob is None and result.embedding is None and sequence.finish_reason is None
             if is_plain and clock.first_token is not None:
@@ -109,20 +113,6 @@ class OutputBuilder:
                     outputs[place] = self.token(sequence, results[place])
         return outputs
 
-    def share(self, chunks: Chunks) -> None:
-        """Divide the kernel times of the step that has just stopped among its requests, all of which decode."""
-        dequant, linear = self.step_clock.shares(len(chunks) or 1)
-        for chunk in chunks:
-            clock = self._clocks[chunk.sequence.request_id]
-            clock.dequant_decode += dequant
-            clock.linear_decode += linear
-
-    def note_guesses(self, request_id: str, checked: int, accepted: int) -> None:
-        """Count a request's guesses of one step, before it is told of the step."""
-        clock = self._clocks[request_id]
-        clock.draft_tokens += checked
-        clock.accepted_tokens += accepted
-
     def error(self, request_id: str, reason: str) -> RequestOutput:
         """The last output of a request that failed."""
         self.close(request_id)
@@ -147,13 +137,16 @@ class OutputBuilder:
             result.embedding,
         )
 
-    def tokens(self, sequence: Sequence, results: list[Sampled]) -> RequestOutput:
-        """A request's next tokens, at least one."""
-        logprobs = [result.logprob for result in results if result.logprob is not None]
+    def _tokens(self, chunk: Chunk, result: Sampled) -> RequestOutput:
+        """token() of a chunk with draft tokens, as many as the sequence has got."""
+        clock, added = self._clocks[chunk.sequence.request_id], chunk.num_added
+        clock.draft_tokens += len(chunk.draft_tokens)
+        clock.accepted_tokens += added - 1
+        results = [*result.accepted, result][:added]
         return msgspec.structs.replace(
-            self.token(sequence, results[-1]),
-            new_token_ids=[result.token for result in results],
-            logprobs=logprobs or None,
+            self.token(chunk.sequence, results[-1]),
+            new_token_ids=[own.token for own in results],
+            logprobs=[own.logprob for own in results if own.logprob is not None] or None,
         )
 
 

@@ -11,10 +11,10 @@ from bench.speculation.results import Row, write
 from bench.speculation.tables import speculation, speculation_steps, speculation_texts
 
 ROWS = [
-    Row("qwen3-32b", "free drafter", "3 guesses behind 500 tokens, none right", 1, 3, 0.0, 125.0, 160.0, 0.8),
-    Row("qwen3-32b", "free drafter", "7 guesses behind 500 tokens, none right", 1, 7, 0.0, 100.0, 160.0, 0.625),
-    Row("qwen3-32b", "draft by qwen3-0.6b", "0.7 of guesses right", 1, 4.25, 0.691, 281.25, 160.5, 1.751),
-    Row("qwen3-32b", "draft by qwen3-0.6b", "0.7 of guesses right", 8, 2.0, 0.7, 1300.0, 1000.0, 1.3),
+    Row("qwen3-32b", "free drafter", "3 draft tokens behind 500 tokens, none right", 1, 3, 0.0, 125.0, 160.0, 0.8),
+    Row("qwen3-32b", "free drafter", "7 draft tokens behind 500 tokens, none right", 1, 7, 0.0, 100.0, 160.0, 0.625),
+    Row("qwen3-32b", "draft by qwen3-0.6b", "0.7 of draft tokens right", 1, 4.25, 0.691, 281.25, 160.5, 1.751),
+    Row("qwen3-32b", "draft by qwen3-0.6b", "0.7 of draft tokens right", 8, 2.0, 0.7, 1300.0, 1000.0, 1.3),
     Row("qwen3-32b", "lookup", "random text", 128, 0.0, 0.0, 5000.0, 5005.0, 0.999),
     Row("smollm2-135m-instruct", "lookup", "edit, copies", 8, 9.0, 0.75, 15000.0, 10000.0, 1.5, 1.1),
 ]

@@ -56,7 +56,7 @@ def test_other_models_are_refused_by_name(model_type: str, architecture: str, tm
         ("llama", "LlamaForSequenceClassification", "generates no text"),
         ("qwen2", "Qwen2ForTokenClassification", "generates no text"),
         ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion", "generates no text"),
-        ("gemma4_assistant", "Gemma4AssistantForCausalLM", "guesses tokens for a larger model"),
+        ("gemma4_assistant", "Gemma4AssistantForCausalLM", "proposes tokens for a larger model"),
     ],
 )
 def test_classes_that_are_no_language_models(model_type: str, architecture: str, reason: str, tmp_path: Path) -> None:

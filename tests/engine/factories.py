@@ -20,7 +20,7 @@ _ids = itertools.count()
 
 
 def fix_costs(engine: Engine, costs: StepCosts) -> None:
-    """Say what steps take by which guesses are planned; measured times, which would change the plan, are not noted."""
+    """Say what steps take by which draft tokens are planned; measured times, which would change the plan, are not noted."""
     assert engine._speculator is not None
     engine._speculator.costs = costs
     engine._speculator.note_time = lambda *_: None  # type: ignore[method-assign]

@@ -54,7 +54,7 @@ class AsyncRunner(ModelRunner):
         self.launched += 1
         logits = self._paged.run(batch)
         best, greedy = logits.max(-1)
-        return LaunchedStep(step, ModelOutput(logits, (best, greedy), batch.ids), self._sampler, step.sampled_sequences)
+        return LaunchedStep(step, ModelOutput(logits, (best, greedy), batch.ids), self._sampler)
 
 
 def make_engine(kind: type[ModelRunner], **changes: Any) -> tuple[Engine, Any]:

@@ -14,7 +14,7 @@ from server.engine.core import Engine
 from server.engine.parallel.start import load_ranks
 from tests.engine.factories import fix_costs, make_request, run_together
 from tests.engine.model.test_hidden_states import embedding_of, state
-from tests.engine.speculation.guessing import CHEAP
+from tests.engine.speculation.engines import CHEAP
 
 # Decode alone, mixed steps in graphs, and prompts that are too long for those.
 PROMPTS = (5, 40, 200, 700, 1500, 17)
@@ -55,7 +55,7 @@ def main() -> None:
     )  # fmt: skip
     runner, workers = load_ranks(Path(folder), config, lambda *_: None, _failed, [])
     engine = Engine(runner, config)
-    if config.speculation != "off":  # a small model's steps are so short that guesses would seldom pay
+    if config.speculation != "off":  # a small model's steps are so short that draft tokens would seldom pay
         fix_costs(engine, CHEAP)
     vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     found = {}
@@ -74,7 +74,7 @@ def main() -> None:
     accepted = sum(engine.stats().accepted_by_place)
     asked = [embedding_of(prompt, str(len(prompt))) for prompt in prompts("embedded", vocabulary)]
     embeddings = {name: state(outputs[-1]).tolist() for name, outputs in run_together(engine, *asked).items()}
-    given = {"answers": found, "accepted_guesses": accepted, "embeddings": embeddings}
+    given = {"answers": found, "accepted_drafts": accepted, "embeddings": embeddings}
     Path(file).write_text(json.dumps(given))
     if workers is not None:
         workers.end()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, RepetitionPen
 from bench.e2e.fidelity import Scored, compare
 from server.checkpoint.loading import load_model
 from tests.engine.models import tiny_model
-from tests.engine.speculation.guessing import draft_model, repeating_model
+from tests.engine.speculation.engines import draft_model, repeating_model
 from tests.parallel.cuda_answers import KINDS, TOKENS, prompts
 
 pytestmark = [
@@ -116,7 +116,7 @@ def test_several_gpus_answer_like_one(
 ) -> None:
     one, file = alone[family], tmp_path / "several"
     several = _answers(_answering(folders[family], gpus, steps, file, NCCL_P2P_DISABLE=str(int(not reach))), file)
-    assert (several["accepted_guesses"] > 0) == (steps in SPECULATION)
+    assert (several["accepted_drafts"] > 0) == (steps in SPECULATION)
     for prompt, vector in one["embeddings"].items():
         alike = torch.cosine_similarity(torch.tensor(vector), torch.tensor(several["embeddings"][prompt]), dim=0)
         assert float(alike) > 0.999, prompt

@@ -146,15 +146,17 @@ def test_states_to_copy_arrive() -> None:
     assert copies == [([], [(0, SEQUENCES + 1)]), ([], []), ([(SEQUENCES + 1, 0)], [])]
 
 
-def test_a_step_with_guesses_says_so() -> None:
-    """Ranks that took graphs of different kinds for a step would wait for one another."""
+def test_draft_tokens_arrive() -> None:
     scheduler = Scheduler(BlockManager(64, BLOCK_SIZE), SEQUENCES, 32, LONGEST)
     sequence = make_sequence(3)
     scheduler.add(sequence)
     step = scheduler.schedule()
     writer, reader = StepWriter(), StepReader(SEQUENCES, LONGEST // BLOCK_SIZE)
-    for guesses in ({}, {sequence.request_id: [7, 8]}):
-        step.guesses = guesses
+    scheduler.advance(step)
+    scheduler.resolve(step, [5])
+    step = scheduler.schedule()
+    for drafts in ([], [7, 8]):
+        step.schedule_drafts({sequence.request_id: drafts})
         read, _ = reader.read(_through_bytes(writer.write(step_input(step), None)))
-        assert read.guessed == bool(guesses)
-        assert read.ids[3:] == guesses.get(sequence.request_id, [])
+        assert read.ids == [5, *drafts]
+        assert read.wanted.tolist() == [*range(1 + len(drafts))]

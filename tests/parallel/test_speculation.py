@@ -1,4 +1,4 @@
-"""Speculation on several ranks: guesses are made by rank 0 and checked by all, and no answer changes."""
+"""Speculation on several ranks: draft tokens are proposed by rank 0 and verified by all; no answer changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server.engine.runtime import exchange
 from server.types import EngineStats, RequestOutput
 from tests.adapters import ALL_PROJECTIONS, save_adapter
 from tests.engine.factories import fix_costs
-from tests.engine.speculation.guessing import (
+from tests.engine.speculation.engines import (
     CHEAP,
     VOCABULARY,
     close,
@@ -97,7 +97,7 @@ def test_answers_are_those_without_speculation(
         assert found[name].finish_reason == wanted.finish_reason, name
         assert close(found[name].logprobs, wanted.logprobs), name
         assert close(found[name].prompt_logprobs, wanted.prompt_logprobs), name
-    # Many guesses came true, and some did not.
+    # Many draft tokens came true, and some did not.
     assert stats.draft_tokens > sum(stats.accepted_by_place) > len(expected)
     assert stats.preemptions > 0
     assert stats.prefix_cache_hits > 0

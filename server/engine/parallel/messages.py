@@ -93,8 +93,6 @@ class ComputeStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """The images in the chunks, whose features rank 0 broadcasts."""
     hidden: bool = False
     """Whether final hidden states are computed in the place of logits."""
-    guessed: bool = False
-    """Whether the step checks guesses, for which there are graphs of their own."""
     restored: list[tuple[int, int]] = []
     """Slots of states to copy before the step: from, to."""
     saved: list[tuple[int, int]] = []
@@ -174,7 +172,6 @@ class StepWriter:
             None if given.offsets is None else _bytes(given.offsets),
             None if given.images is None else StepImages.of(given.images),
             given.hidden,
-            given.guessed,
             list(given.restored),
             list(given.saved),
         )
@@ -205,7 +202,7 @@ class StepReader:
         images = None if message.images is None else message.images.read()
         columns = rows, starts, lengths, ids, wanted, adapters, offsets
         copies = message.restored, message.saved
-        return StepInput(tables, *columns, images, message.hidden, message.guessed, *copies), launch
+        return StepInput(tables, *columns, images, message.hidden, *copies), launch
 
 
 def _bytes(numbers: npt.NDArray[np.int64]) -> bytes:

@@ -159,38 +159,31 @@ def to_device(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def check_batch(step: Step, block_size: int) -> Batch:
-    """The batch of a step with guesses, in host memory: each known token and each guess is a span of its own.
+def token_batch(step: Step, block_size: int) -> Batch:
+    """The batch of a step that decodes, in host memory, in which each token is a span of its own, draft tokens too.
 
-    The device waits for it, and there are few tokens, for which lists are faster than arrays.
+    It is batch_of() for steps of few tokens that the device waits for, for which lists are faster than arrays.
     """
     tables = step.chunks[0].sequence.tables
     assert tables is not None
-    ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    rows: list[int] = []
-    starts: list[int] = []
-    counts: list[int] = []
+    ids, positions, slots, rows, starts, counts = columns = tuple(list[int]() for _ in range(6))
     adapters: list[int | None] = []
     for chunk in step.chunks:
-        sequence, start = chunk.sequence, chunk.start
-        own = [sequence.tokens[start], *step.guesses.get(sequence.request_id, ())]
-        count, offset = len(own), 0 if sequence.images is None else sequence.images.offset
-        ids += own
-        rows += [sequence.row] * count
-        adapters += [sequence.adapter] * count
+        sequence, start, length = chunk.sequence, chunk.start, chunk.length
+        offset = 0 if sequence.images is None else sequence.images.offset
+        ids += chunk.token_ids
+        rows += [sequence.row] * length
+        adapters += [sequence.adapter] * length
         first = start // block_size
-        blocks = tables.blocks[sequence.row, first : (start + count - 1) // block_size + 1].tolist()
-        for place in range(start, start + count):
+        blocks = tables.blocks[sequence.row, first : (start + length - 1) // block_size + 1].tolist()
+        for place in range(start, start + length):
             block, within = divmod(place, block_size)
             starts.append(place)
             positions.append(place + offset)
             counts.append(block + 1)
             slots.append(blocks[block - first] * block_size + within)
-    numbers = np.array((ids, positions, slots, rows, starts, counts), np.int64)
-    lengths, wanted = np.ones(len(ids), np.int64), torch.from_numpy(np.arange(len(ids)))
-    spans = Spans(tables, numbers[3], numbers[4], lengths, numbers[5], adapters)
+    numbers, wanted = np.array(columns, np.int64), torch.from_numpy(np.arange(len(ids)))
+    spans = Spans(tables, numbers[3], numbers[4], np.ones(len(ids), np.int64), numbers[5], adapters)
     given = torch.from_numpy(numbers[:3])
     return Batch(given[0], given[1], given[2], wanted, spans, len(ids))
 

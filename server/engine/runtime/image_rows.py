@@ -48,7 +48,7 @@ class ImageRows:
 def image_rows(chunks: Sequence[Chunk], starts: IntArray, lengths: IntArray) -> ImageRows | None:
     """The images in a batch's chunks, which follow one another; None where there are none.
 
-    starts, lengths: [chunks], each chunk's first place and its tokens, guesses among them.
+    starts, lengths: [chunks], each chunk's first place and its tokens, draft tokens among them.
     """
     first_rows = lengths.cumsum() - lengths
     rows: list[IntArray] = [np.zeros(0, np.int64)]

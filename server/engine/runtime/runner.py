@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
-from server.engine.runtime.batch import Batch, batch_of, check_batch
+from server.engine.runtime.batch import Batch, batch_of, token_batch
 from server.engine.runtime.followers import Followers, followed
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import run_in_groups
@@ -28,9 +29,9 @@ from server.engine.runtime.sampling.ops import sample_by_table
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.random_rows import RandomRows
 from server.engine.runtime.sampling.sampler import Sampled, Sampler
+from server.engine.runtime.sampling.verification import sampled_sequences, verified
 from server.engine.runtime.speculation.draft_model import DraftModel
-from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
-from server.engine.runtime.speculation.verification import sampled_sequences
+from server.engine.runtime.speculation.launched_drafts import LaunchedDrafts
 from server.engine.runtime.states.pool import StatePool
 from server.engine.runtime.step_input import StepInput, step_input
 from server.engine.scheduling.step import Step
@@ -70,7 +71,7 @@ class ModelRunner:
         self.step_costs = step_costs
         """What decode steps cost by their tokens, where the configuration has speculation."""
         self.draft_model = draft_model
-        """What guesses tokens, where the configuration has a draft model."""
+        """Proposes draft tokens, where the configuration has one."""
         self._sampler = Sampler(limits.vocab_size, paged.device, paged.clock)
         self.limits = limits
         """What the model and the cache allow."""
@@ -145,10 +146,9 @@ class ModelRunner:
             return self._paged.hidden_states(batch)
         if batch.images is not None:
             return self._paged.run(batch)
-        if given.guessed and graphs.verify is not None and graphs.verify.fits(batch):
-            return graphs.verify.run(batch).logits.float()
-        if graphs.decode is not None and graphs.decode.fits(batch):
-            return graphs.decode.run(batch).logits.float()
+        for replayed in (graphs.decode, graphs.verify):
+            if replayed is not None and replayed.fits(batch):
+                return replayed.run(batch).logits.float()
         if graphs.mixed is not None and graphs.mixed.fits(batch):
             return graphs.mixed.run(batch).float()
         if graphs.decode is not None and graphs.batch_invariant:
@@ -160,44 +160,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[Sampled]:
-        """Compute a step: one result for each of step.sampled, in order; with guesses one for each token of the step."""
+        """Compute a step: one result for each of step.sampled, in order."""
         # What decodes does not embed.
         if any(chunk.sequence.embeds for chunk in step.others):
             return self._execute_with_embeddings(step)
-        step.read_guesses()
+        step.read_drafts()
         logits, sequences = self.forward(step), sampled_sequences(step)
         if logits.shape[0] > len(sequences):
             score_prompts(step, logits[len(sequences) :])
             logits = logits[: len(sequences)]
         if sequences:
-            return self._sampler.sample(logits, sequences)
+            return verified(step, self._sampler.sample(logits, sequences))
         if self._paged.clock is not None:
             self._paged.clock.note(self._paged.clock.totals)  # with tokens the sampler notes them
         return []
-
-    @torch.inference_mode()
-    def launch_check(self, step: Step) -> LaunchedStep | None:
-        """Launch a step with guesses without waiting for its tokens; None where it has to be executed.
-
-        It decodes only, so no image is in its chunks. read() of what is launched gives a result for each token of the step.
-        """
-        verify = self._graphs.verify
-        if self._followers is not None or verify is None or step.num_tokens > verify.sizes[-1]:
-            return None
-        try:
-            if not all(chunk.sequence.is_raw for chunk in step.chunks):
-                step.read_guesses()  # penalties and grammars depend on them
-            drafted, newest, source = step.drafted, None, None
-            if drafted is not None:
-                assert isinstance(drafted, LaunchedGuesses)
-                newest, source = drafted.tokens, drafted.source(step)
-            output = verify.run(check_batch(step, self._paged.block_size), newest, source)
-            return LaunchedStep(step, output, self._sampler, sampled_sequences(step), read_before=True)
-        except torch.AcceleratorError:
-            raise  # the device's context is lost
-        except Exception:
-            logger.exception("launching a step of %d sequences with guesses failed", len(step.chunks))
-            return None  # execute() finds the one that is at fault
 
     def _execute_with_embeddings(self, step: Step) -> list[Sampled]:
         """execute() of a step in which sequences embed: they are computed after the others, by the model's own code."""
@@ -216,35 +192,42 @@ class ModelRunner:
     def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
         """Launch a decode step without waiting for its tokens; None where it has to be executed.
 
-        It can be launched if it fits a CUDA graph and, with other ranks, all tokens are sampled from the model's raw logits.
-        previous is the step before it where that has not been read yet. complete() of what is launched has to follow, once
-        it has been.
+        It can be launched if it fits a CUDA graph and, with other ranks, all tokens are sampled from the model's raw logits
+        and none is a draft token. previous is the step before it where that has not been read yet, which has no draft
+        tokens, and then nor has this one. complete() of what is launched has to follow, once it has been.
         """
-        graphs, followers = self._graphs.decode, self._followers
+        followers, drafts = self._followers, bool(step.drafts)
+        graphs = self._graphs.verify if drafts else self._graphs.decode
         if graphs is None or not step.samples_each or any(chunk.sequence.embeds for chunk in step.others):
             return None
-        if followers is not None and not step.is_raw:
+        if followers is not None and (drafts or not step.is_raw):
             return None
-        given = step_input(step)
-        batch = self._batch(given)
+        if drafts and not step.is_raw:
+            step.read_drafts()  # penalties and grammars depend on them
+        given = None if drafts else step_input(step)
+        batch = token_batch(step, self._paged.block_size) if given is None else self._batch(given)
         if batch.images is not None or not graphs.fits(batch):
             return None
         newest = None if previous is None else previous.tokens
         source = None if previous is None else rows_before(step, previous.step)
-        sequences = step.sampled_sequences
-        if followers is not None:
-            table = RandomRows(sequences, self.limits.vocab_size).table()
+        if step.unread is not None:
+            assert isinstance(step.unread, LaunchedDrafts)
+            newest, source = step.unread.tokens, step.unread.source(step)
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        if followers is not None and given is not None:
+            table = RandomRows(step.sampled_sequences, self.limits.vocab_size).table()
             followers.decode(given, Launch(previous is not None, source, table))
-            with followers.waiting():
-                output = graphs.run(batch, newest, source)
-                return LaunchedStep(step, output, self._sampler, sequences, waiting=followers.waiting)
+            waiting = followers.waiting
         try:
-            return LaunchedStep(step, graphs.run(batch, newest, source), self._sampler, sequences)
-        except torch.AcceleratorError:
-            raise  # the device's context is lost
-        except Exception:
+            with waiting():
+                output = graphs.run(batch, newest, source)
+                return LaunchedStep(step, output, self._sampler, previous is None, waiting)
+        except Exception as e:
+            # The device's context is lost, or other ranks wait in the step.
+            if followers is not None or isinstance(e, torch.AcceleratorError):
+                raise
             logger.exception("launching a step of %d sequences failed", step.size)
-            return None  # execute() finds the one that is at fault
+            return None  # execute() computes it, or ends its requests
 
     @torch.inference_mode()
     def follow(self, given: StepInput, launch: Launch | None) -> None:

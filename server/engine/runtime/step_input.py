@@ -40,8 +40,6 @@ class StepInput:
     """The images in the chunks."""
     hidden: bool = False
     """Whether final hidden states are wanted in the place of logits."""
-    guessed: bool = False
-    """Whether the step checks guesses."""
     restored: Copies = ()
     """Slots of states to copy before the step: from a snapshot, to a sequence."""
     saved: Copies = ()
@@ -50,35 +48,33 @@ class StepInput:
 
 def step_input(step: Step) -> StepInput:
     """The columns that compute a step, all of whose sequences hold a row of the block tables."""
-    decoding = None if step.guesses else step.decoding
+    decoding = step.decoding
     if decoding is None:
-        return _input_of(step.chunks, step.guesses)
+        return _input_of(step.chunks)
     given = _decode_input(decoding)
     if not step.others:
         return given
-    others = _input_of(step.others, {})
+    others = _input_of(step.others)
     # The rows of images are those of the whole batch.
-    return _input_of(step.chunks, {}) if others.images is not None else _joined(given, others)
+    return _input_of(step.chunks) if others.images is not None else _joined(given, others)
 
 
-def _input_of(chunks: Sequence[Chunk], guesses: dict[str, list[int]]) -> StepInput:
-    """step_input() of chunks; guesses: as of Step."""
+def _input_of(chunks: Sequence[Chunk]) -> StepInput:
+    """step_input() of chunks."""
     sequences = [chunk.sequence for chunk in chunks]
     tables = sequences[0].tables
     assert tables is not None
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     lengths = np.array([chunk.length for chunk in chunks], np.int64)
-    if guesses:
-        lengths += np.array([len(guesses.get(sequence.request_id, ())) for sequence in sequences], np.int64)
     table_rows = np.array([sequence.row for sequence in sequences], np.int64)
     num_single = int((lengths == 1).sum())
     ids: list[int] = [s.tokens[start] for s, start in zip(sequences[:num_single], starts.tolist(), strict=False)]
     for chunk in chunks[num_single:]:
-        ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]
-        ids += guesses.get(chunk.sequence.request_id, ())
+        ids += chunk.token_ids
     ends = lengths.cumsum()
-    # Behind each guess a token is sampled, as behind each newest token; a step with guesses has no other chunks.
-    wanted = np.arange(ends[-1]) if guesses else (ends - 1)[np.array([chunk.samples for chunk in chunks], bool)]
+    counts = np.array([chunk.num_sampled for chunk in chunks], np.int64)
+    # The last rows of each chunk, so many as tokens are sampled.
+    wanted = np.arange(counts.sum()) + np.repeat(ends - counts.cumsum(), counts)
     if any(sequence.sampling.prompt_logprobs is not None for sequence in sequences):
         scored: list[int] = []
         for row, chunk in zip((ends - lengths).tolist(), chunks, strict=True):
@@ -89,14 +85,11 @@ def _input_of(chunks: Sequence[Chunk], guesses: dict[str, list[int]]) -> StepInp
     if any(sequence.images is not None for sequence in sequences):
         offsets = np.array([0 if s.images is None else s.images.offset for s in sequences], np.int64)
         images = image_rows(chunks, starts, lengths)
-    guessed = bool(guesses)
     copies = (
         [(chunk.restored, chunk.sequence.row) for chunk in chunks if chunk.restored >= 0],
         [(chunk.sequence.row, chunk.saved) for chunk in chunks if chunk.saved >= 0],
     )
-    return StepInput(
-        tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, False, guessed, *copies
-    )
+    return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, False, *copies)
 
 
 def _decode_input(decoding: Decoding) -> StepInput:

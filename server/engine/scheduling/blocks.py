@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
@@ -32,7 +31,8 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
-        self._marked = bytearray(num_blocks)
+        self.uses = [0] * num_blocks
+        """How often each block has been handed out."""
 
     @property
     def num_free(self) -> int:
@@ -64,7 +64,7 @@ class BlockManager:
         """Hand out a free block; there has to be one."""
         block = self._free.popleft() if self._free else self._evict()
         self._references[block] = 1
-        self._marked[block] = False
+        self.uses[block] += 1
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -107,15 +107,6 @@ class BlockManager:
                 break
             found.append(block)
         return found
-
-    def mark(self, blocks: Iterable[int]) -> None:
-        """Say of held blocks that they have a draft model's keys and values, too, until they are handed out anew."""
-        for block in blocks:
-            self._marked[block] = True
-
-    def num_marked(self, blocks: Iterable[int]) -> int:
-        """How many of the first blocks are marked, up to the first that is not."""
-        return sum(1 for _ in itertools.takewhile(self._marked.__getitem__, blocks))
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of blocks share() would take from the free ones."""

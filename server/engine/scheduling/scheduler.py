@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
@@ -11,7 +11,7 @@ from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.running import RunningSequences
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.engine.scheduling.snapshots import NO_SLOT, Snapshots
-from server.engine.scheduling.step import Chunk, Chunks, Step
+from server.engine.scheduling.step import Chunk, Chunks, Drafts, Step
 from server.types import FinishReason
 
 
@@ -126,42 +126,20 @@ class Scheduler:
             step.put_single_first()
         return step
 
-    def reserve(self, step: Step) -> None:
-        """Take the KV blocks for the guesses of a step; guesses without a free block are left out.
+    def schedule_drafts(self, step: Step, drafts: Drafts) -> None:
+        """Add draft tokens to a step that decodes, as far as there are KV blocks for them.
 
-        A block that guesses turn out not to need stays with its sequence, whose next tokens will.
+        A block that only rejected ones needed stays with its sequence, whose next tokens will need it.
         """
+        found: dict[str, abc.Sequence[int]] = {}
         for chunk in step.chunks:
-            sequence = chunk.sequence
-            guesses = step.guesses.get(sequence.request_id)
-            if guesses is None:
-                continue
-            wanted = len(sequence.tokens) + len(guesses)
-            # As in _admit(): guesses must not be what preempts a sequence.
-            if self._blocks.missing(sequence.blocks, wanted) <= self._blocks.num_free - len(self._running):
-                self._grow(sequence, wanted)
-            else:
-                del guesses[max(len(sequence.blocks) * self._blocks.block_size - len(sequence.tokens), 0) :]
-                if not guesses:
-                    del step.guesses[sequence.request_id]
-        step.chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.request_id in step.guesses)
-
-    def follow(self, sequence: Sequence, tokens: list[int]) -> int:
-        """Add accepted guesses, and the token behind them, to a sequence behind the token that resolve() has put there.
-
-        Returns how many of tokens were added. None is added after the one that ends the sequence, which is finished then.
-        """
-        added = 0
-        if sequence.phase is not Phase.RUNNING:
-            return added
-        for token in tokens:
-            if sequence.finish_reason is not None:
-                break
-            sequence.num_computed += 1
-            added += 1
-            sequence.append(token)
-        self._settle(sequence)
-        return added
+            sequence, count = chunk.sequence, len(chunk.sequence.tokens)
+            tokens = drafts.get(sequence.request_id, ())
+            # As in _admit(): draft tokens must not be what preempts a sequence.
+            if self._blocks.missing(sequence.blocks, count + len(tokens)) <= self._blocks.num_free - len(self._running):
+                self._grow(sequence, count + len(tokens))
+            found[sequence.request_id] = tokens[: len(sequence.blocks) * self._blocks.block_size - count]
+        step.schedule_drafts(found)
 
     def advance(self, step: Step) -> None:
         """Account for a step that was launched, so that the next one can be scheduled; resolve() has to follow.
@@ -180,8 +158,8 @@ class Scheduler:
     def resolve(self, step: Step, tokens: list[int]) -> None:
         """Put the tokens of a step that advance() was called for in the places of its placeholders.
 
-        tokens has one for each of step.sampled, in its order. Sequences that this ends are finished here: their blocks
-        are free and their finish_reason is set.
+        tokens has one for each of step.sampled, in its order; accepted draft tokens go in front of it. Sequences that this
+        ends are finished here: their blocks are free and their finish_reason is set.
         """
         if step.num_sampled != len(tokens):
             raise ValueError(f"{len(tokens)} tokens for a step that samples {step.num_sampled}")
@@ -211,7 +189,10 @@ class Scheduler:
                 token = next(following)
                 # Sequences that are not running ended while the step ran, or were preempted and wait.
                 if sequence.phase is not finished and sequence.tokens[-1] == PLACEHOLDER:
-                    sequence.resolve(token)
+                    if chunk.draft_tokens:
+                        sequence.accept(chunk.draft_tokens[: chunk.num_accepted], token)
+                    else:
+                        sequence.resolve(token)
             # There is no call for most of a thousand sequences.
             if sequence.finish_reason is not None or (
                 naming and sequence.num_computed >= (sequence.num_named + 1) * block_size
@@ -295,7 +276,6 @@ class Scheduler:
         # A preempted sequence finds its own blocks again, which would count as a hit of its prompt.
         looked_up = self._prefix_caching and not sequence.was_admitted and sequence.sampling.prompt_logprobs is None
         sequence.start_with(found, len(found) * self._blocks.block_size)
-        sequence.num_drafted = self._blocks.num_marked(found) * self._blocks.block_size
         sequence.snapshot, sequence.branch = snapshot, branch
         if looked_up and snapshot != NO_SLOT and self._snapshots is not None:
             self._snapshots.hits += 1
@@ -341,7 +321,7 @@ class Scheduler:
         sequence.give_row_back()
         if self._snapshots is not None:
             self._snapshots.drop(sequence)
-        sequence.num_computed = sequence.num_named = sequence.num_drafted = 0
+        sequence.num_computed = sequence.num_named = 0
         sequence.phase = Phase.WAITING
         self._waiting.appendleft(sequence)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,8 +75,8 @@ class Constraint(Protocol):
         ...
 
 
-class GuessSource(Protocol):
-    """What guesses a sequence's next tokens; see server.engine.speculation."""
+class Proposer(Protocol):
+    """Proposes a sequence's next tokens as draft tokens; see server.engine.speculation."""
 
     @property
     def known(self) -> int:
@@ -87,15 +88,15 @@ class GuessSource(Protocol):
         ...
 
     def survival(self, count: int) -> list[float]:
-        """How likely it is, for each of the next count guesses, that it and all before it are right."""
+        """How likely it is, for each of the next count draft tokens, that it and all before it are accepted."""
         ...
 
     def promise(self, unknown: int, count: int) -> float:
-        """How many tokens up to count guesses yield on average, where so many tokens, 0 or 1, in front are not known yet."""
+        """Mean number of accepted ones among up to count draft tokens; unknown: 1 if the newest token is not known yet."""
         ...
 
-    def guesses(self, count: int) -> list[int]:
-        """The next count tokens, as far as there is a guess."""
+    def propose(self, count: int) -> list[int]:
+        """The next count tokens, as far as there is a proposal."""
         ...
 
 
@@ -123,8 +124,6 @@ class Sequence:
     is sampled, so neither preemption nor neighbours change it.
     """
 
-    num_judged = 0
-    """The draft model's guesses that acceptance has been learned from."""
     original: Sequence | None = None
     """The real sequence, of one as it would be with draft tokens (speculation)."""
     draft_tokens: tuple[int, ...] = ()
@@ -154,10 +153,6 @@ class Sequence:
         """The prompt's images, if any."""
         self.num_computed = 0
         """Tokens whose keys and values are in the cache."""
-        self.num_drafted = 0
-        """Tokens whose keys and values of the draft model are in the cache (speculation)."""
-        self.acceptance: float | None = None
-        """The share of the draft model's guesses that were right lately."""
         self.num_cached = 0
         """Prompt tokens that were found in the cache when the sequence was admitted first."""
         self.blocks: list[int] = []
@@ -188,8 +183,8 @@ class Sequence:
         self.embeds = sampling.embed
         """Whether it wants its last hidden state instead of a token."""
         self.constraint: Constraint | None = None
-        self.guesser: GuessSource | None = None
-        """What guesses its next tokens, once it has been asked."""
+        self.proposer: Proposer | None = None
+        """Proposes its next tokens, once it has been asked."""
         self.prompt_scores: dict[int, TokenLogprob] = {}
         """Log-probabilities of prompt tokens by position, where the request wants them."""
 
@@ -281,7 +276,7 @@ class Sequence:
         return min(self.max_length, max_model_len) - len(self.tokens)
 
     def resolve(self, token: int) -> None:
-        """Put the sampled token in the place of the placeholder, with append()'s effects."""
+        """Put the sampled token in the place of the placeholder, and set finish_reason if it is the last one."""
         tokens = self.tokens
         tokens[-1] = token
         # Most of a thousand sequences need no call.
@@ -289,9 +284,18 @@ class Sequence:
             self._note_newest(token)
 
     def append(self, token: int) -> None:
-        """Add a sampled token and set finish_reason if it is the last one."""
+        """Add a sampled token, and set finish_reason if it is the last one."""
         self.tokens.append(token)
         self._note_newest(token)
+
+    def accept(self, draft_tokens: Items[int], bonus_token: int) -> None:
+        """Put accepted draft tokens and what was sampled behind them in the placeholder's place, none behind an end."""
+        del self.tokens[-1]
+        for token in (*draft_tokens, bonus_token):
+            if self.finish_reason is None:
+                self.append(token)
+        # Rejected draft tokens have been computed in vain.
+        self.num_computed = len(self.tokens) - 1
 
     def _note_newest(self, token: int) -> None:
         if self.constraint is not None and token not in self.stop_ids:

@@ -1,9 +1,9 @@
-"""What one forward pass computes: chunks of sequences, and guesses behind them."""
+"""What one forward pass computes: chunks of sequences, whose last tokens may be draft tokens."""
 
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -24,6 +24,10 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     length: int
     samples: bool
     """Whether the step that computes it yields the sequence's next token."""
+    draft_tokens: abc.Sequence[int] = ()
+    """The last of its tokens, which the sequence does not have: proposed ones, of a decode chunk (speculation)."""
+    num_accepted: int = 0
+    """The first draft tokens that were sampled, too; known once the step has been read."""
     restored: int = -1
     """The slot of the snapshot of states that it begins with; -1: none."""
     saved: int = -1
@@ -38,18 +42,38 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_decode(self) -> bool:
-        """Whether this is the one newest token of a sequence that has generated before."""
-        return self.length == 1 and self.start >= self.sequence.num_prompt
+        """Whether this is the newest token of a sequence that has generated before, with draft tokens or without."""
+        return self.length == 1 + len(self.draft_tokens) and self.start >= self.sequence.num_prompt
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens themselves."""
+        known = self.sequence.tokens[self.start : self.start + self.length - len(self.draft_tokens)]
+        return [*known, *self.draft_tokens]
+
+    @property
+    def num_added(self) -> int:
+        """Tokens that the sequence has got, once it has been accounted for: accepted draft tokens and the one behind."""
+        return len(self.sequence.tokens) - self.start - self.length + len(self.draft_tokens)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that are sampled: the one that follows, or one behind the newest token and one behind each draft token."""
+        return 1 + len(self.draft_tokens) if self.samples else 0
 
 
 Chunks = abc.Sequence[Chunk]
 
 
-class Drafted(Protocol):
-    """Guesses that a draft model has not finished."""
+Drafts = Mapping[str, abc.Sequence[int]]
+"""Draft tokens by request id."""
 
-    def read(self) -> dict[str, list[int]]:
-        """Wait for the guesses, by request id."""
+
+class UnreadDrafts(Protocol):
+    """Draft tokens that a device has, or will have."""
+
+    def read(self) -> Drafts:
+        """Wait for the draft tokens."""
         ...
 
 
@@ -59,8 +83,6 @@ class Step:
     def __init__(
         self,
         chunks: Iterable[Chunk] = (),
-        guesses: dict[str, list[int]] | None = None,
-        drafted: Drafted | None = None,
         decoding: Decoding | None = None,
     ) -> None:
         """decoding: chunks in front of the others, in columns."""
@@ -70,12 +92,8 @@ class Step:
         self.preempted: list[Sequence] = []
         self.admitted: list[Sequence] = []
         """Sequences that were waiting before this step."""
-        self.guesses = {} if guesses is None else guesses
-        """The guesses that the step checks behind decode chunks (speculation), by request id. Such chunks come last."""
-        self.drafted = drafted
-        """Where the host does not know the guesses yet; PLACEHOLDER then stands for each of them."""
-        self.drafting = 0, 0
-        """For how many sequences a draft model has made guesses, and how many for one at most."""
+        self.unread: UnreadDrafts | None = None
+        """Where draft tokens are that the host does not know yet; PLACEHOLDER stands for each of them."""
         self.ahead = False
         """Whether it was launched while the step in front of it still ran."""
 
@@ -164,8 +182,8 @@ class Step:
 
     @property
     def samples_each(self) -> bool:
-        """Whether each chunk is one token, behind which one is sampled."""
-        return all(chunk.samples and chunk.length == 1 for chunk in self._others)
+        """Whether a token is sampled behind each token of each chunk."""
+        return all(chunk.length == chunk.num_sampled for chunk in self._others)
 
     @property
     def is_raw(self) -> bool:
@@ -184,17 +202,33 @@ class Step:
     def _num_decoding(self) -> int:
         return 0 if self._decoding is None else len(self._decoding)
 
-    def read_guesses(self) -> None:
-        """Wait for guesses that the host does not know yet."""
-        if self.drafted is not None:
-            found, self.drafted = self.drafted.read(), None
-            self.guesses = {name: found[name][: len(own)] for name, own in self.guesses.items()}
+    @property
+    def drafts(self) -> Drafts:
+        """The draft tokens of the chunks that have some."""
+        return {chunk.sequence.request_id: chunk.draft_tokens for chunk in self._others if chunk.draft_tokens}
+
+    def schedule_drafts(self, drafts: Drafts) -> None:
+        """Give these draft tokens, and no others, to the chunks of a step in which each is one token and samples."""
+        found = [(chunk, drafts.get(chunk.sequence.request_id, ())) for chunk in self.chunks]
+        self.chunks = [Chunk(chunk.sequence, chunk.start, 1 + len(own), True, own) for chunk, own in found]
+        self.put_single_first()
+
+    def leave_out_drafts(self) -> None:
+        """Leave out all draft tokens."""
+        if self.drafts:
+            self.schedule_drafts({})
+        self.unread = None
+
+    def read_drafts(self) -> None:
+        """Wait for draft tokens that the host does not know yet."""
+        if self.unread is not None:
+            found, self.unread = self.unread.read(), None
+            self.schedule_drafts({name: found[name][: len(own)] for name, own in self.drafts.items()})
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the forward pass."""
-        own = self._num_decoding + sum([chunk.length for chunk in self._others])
-        return own + sum(map(len, self.guesses.values()))
+        return self._num_decoding + sum([chunk.length for chunk in self._others])
 
     @property
     def num_sampled(self) -> int:
@@ -205,7 +239,8 @@ class Step:
     def prefill_tokens(self) -> int:
         """Tokens of chunks that do not decode."""
         # What Chunk.is_decode says, without a call for each of a thousand chunks.
-        return sum([c.length for c in self._others if c.length != 1 or c.start < c.sequence.num_prompt])
+        others = self._others
+        return sum([c.length for c in others if c.start < c.sequence.num_prompt or c.length != 1 + len(c.draft_tokens)])
 
     @property
     def sampled(self) -> list[Chunk]:

@@ -1,4 +1,4 @@
-"""The costs of steps by their number of tokens, and how many tokens to check for sequences to go on fastest."""
+"""The costs of steps by their number of tokens, and how many draft tokens let sequences go on fastest."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
-MAX_GUESSES = 15
-"""Guesses for one sequence in one step at most."""
+MAX_DRAFT_TOKENS = 15
+"""Draft tokens for one sequence in one step at most."""
 _LEARNING_RATE = 1 / 16
-# How fast the cost of checking, while nothing is checked, falls back to what it is without the delays seen lately.
+# How fast the cost of verifying, while nothing is verified, falls back to what it is without the delays seen lately.
 _FORGETTING_RATE = 1 / 256
 # How many times what is expected of a step counts of its time at most. A step that something else held up should not count
 # for long, while contexts that get longer are still learned.
 _MOST_EXPECTED = 2.0
-# Guesses are checked only where they promise sequences this many times their speed, because costs are not known more
-# precisely. A draft model checks guesses in most steps or in none, so their costs are learned from more steps.
+# Steps have draft tokens only if they promise sequences this many times their speed, because costs are not known more
+# precisely. With a draft model most steps have some or none has, so their costs are learned from more steps.
 _LEAST_GAIN, _LEAST_GAIN_DRAFTED = 1.1, 1.05
-# The start times a step with guesses until its tokens are read, and the device does not wait for that where guesses are made
-# ahead.
+# The start times a step with draft tokens until its tokens are read; while the engine serves, the device has work from a
+# draft model meanwhile.
 _MOST_SAVED = 0.05
 
 
 def gains_of(survivals: Iterable[float]) -> list[float]:
-    """What each of a sequence's guesses adds to the logarithm of how many tokens a step gives it, each less than the last.
+    """What each of a sequence's draft tokens adds to the logarithm of the tokens that a step gives it, falling.
 
     survivals: how likely each yields a token, which it does where it and all before it are right.
     """
@@ -37,7 +37,7 @@ def gains_of(survivals: Iterable[float]) -> list[float]:
 class _Times:
     """Seconds by a number of tokens, as measured at the start, and how much longer it takes when the engine serves.
 
-    That is the host's work, which async scheduling hides for steps without guesses, and the attention over long contexts.
+    That is the host's work, which async scheduling hides for steps without draft tokens, and attention over long contexts.
     """
 
     def __init__(self, seconds: Mapping[int, float], most_saved: float = 0.0) -> None:
@@ -75,101 +75,101 @@ class _Times:
 
 
 class StepCosts:
-    """Costs of decode steps with guesses and without."""
+    """Costs of decode steps with draft tokens and without."""
 
     def __init__(
         self,
-        checking: Mapping[int, float],
+        verifying: Mapping[int, float],
         plain: Mapping[int, float] | None = None,
         drafting: Mapping[int, float] | None = None,
     ) -> None:
-        """checking: seconds of a step with guesses by its tokens; plain: of one without; the same if None.
+        """verifying: seconds of a step with draft tokens by its tokens; plain: of one without; the same if None.
 
-        drafting: seconds of a draft model's step by its sequences; None: guesses cost nothing. Raises ValueError where
+        drafting: seconds of a draft model's step by its sequences; None: draft tokens cost nothing. Raises ValueError where
         there are none.
         """
-        self._checking = _Times(checking, _MOST_SAVED if drafting else 0.0)
-        self._plain = _Times(checking if plain is None else plain)
+        self._verifying = _Times(verifying, _MOST_SAVED if drafting else 0.0)
+        self._plain = _Times(verifying if plain is None else plain)
         self._drafting = None if drafting is None else _Times(drafting)
 
     def __repr__(self) -> str:
         drafting = "" if self._drafting is None else f"; of the draft model: {self._drafting}"
-        return f"StepCosts(without guesses: {self._plain}; with: {self._checking}{drafting})"
+        return f"StepCosts(without draft tokens: {self._plain}; with: {self._verifying}{drafting})"
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that a step with guesses may have."""
-        return self._checking.sizes[-1]
+        """The most tokens that a step with draft tokens may have."""
+        return self._verifying.sizes[-1]
 
-    def note(self, tokens: int, seconds: float, guessed: bool) -> None:
-        """Learn from a step that served, with guesses or without."""
-        (self._checking if guessed else self._plain).note(tokens, seconds)
-        if not guessed:
-            # A few steps with guesses that something else held up must not end guessing for good: it is tried again later.
-            self._checking.forget()
+    def note(self, tokens: int, seconds: float, drafted: bool) -> None:
+        """Learn from a step that served, with draft tokens or without."""
+        (self._verifying if drafted else self._plain).note(tokens, seconds)
+        if not drafted:
+            # A few steps with draft tokens that something else held up must not end them for good.
+            self._verifying.forget()
 
     def note_void(self) -> None:
-        """Learn from a step without guesses that waited for its tokens because it was likely to have some.
+        """Learn from a step without draft tokens that waited for the step before because it was likely to have some.
 
         It says nothing of what steps cost. But where there are only such steps, a plain step that was held up must not make
         them seem worth the wait for good.
         """
         self._plain.forget()
-        self._checking.forget()
+        self._verifying.forget()
 
     def least_gained(self, sequences: int) -> float:
-        """Tokens that guesses have to promise at least, together, to pay in a step of `sequences` sequences."""
-        plain, checking = self._plain.of(sequences), self._checking.of(sequences + 1)
-        if plain is None or checking is None:
+        """Tokens that draft tokens have to promise at least, together, to pay in a step of `sequences` sequences."""
+        plain, verifying = self._plain.of(sequences), self._verifying.of(sequences + 1)
+        if plain is None or verifying is None:
             return math.inf
-        return sequences * (self._least_gain * checking / plain - 1)
+        return sequences * (self._least_gain * verifying / plain - 1)
 
-    def drafting(self, sequences: int, guesses: int) -> float:
-        """Seconds in which a draft model makes that many guesses for each of some sequences."""
+    def drafting(self, sequences: int, count: int) -> float:
+        """Seconds in which a draft model proposes `count` tokens for each of some sequences."""
         if self._drafting is None or not sequences:
             return 0.0
         seconds = self._drafting.of(min(sequences, self._drafting.sizes[-1]))
         assert seconds is not None
-        return guesses * seconds
+        return count * seconds
 
     def fastest(self, sequences: int, gains: Sequence[float], before: float = 0.0) -> tuple[int, float]:
-        """How many guesses a step of `sequences` sequences should check, and what that gives.
+        """How many draft tokens a step of `sequences` sequences should have, and what that gives.
 
-        gains: what each guess adds to the logarithm of how many tokens its sequence gets (gains_of()), greatest first. The
+        gains: what each draft token adds to the logarithm of its sequence's tokens (gains_of()), greatest first. The
         best number gives the sequences the highest speeds, in the geometric mean: a step that takes longer because of one
-        sequence's guesses slows down all others, and none counts more for having more tokens. What it gives is how many
-        times as fast they go on as without guesses; 0 guesses and 0.0 where no number pays. before: seconds that it takes to
-        make the guesses.
+        sequence's draft tokens slows down all others, and none counts more for having more tokens. What it gives is how many
+        times as fast they go on as without draft tokens; 0 and 0.0 where no number pays. before: seconds that it takes to
+        propose them.
         """
-        plain, checking = self._plain.of(sequences), self._checking
+        plain, verifying = self._plain.of(sequences), self._verifying
         if plain is None or not gains:
             return 0, 0.0
         best, most = 0, sequences * math.log(self._least_gain)
         gained, taken = 0.0, 0
-        for size, seconds in zip(checking.sizes, checking.seconds, strict=True):
+        for size, seconds in zip(verifying.sizes, verifying.seconds, strict=True):
             room = min(size - sequences, len(gains))
             if room <= taken:
                 continue
             gained += sum(gains[taken:room])
             taken = room
-            gain = gained - sequences * math.log((seconds + checking.extra + before) / plain)
+            gain = gained - sequences * math.log((seconds + verifying.extra + before) / plain)
             if gain > most:
                 best, most = taken, gain
         return (best, math.exp(most / sequences)) if best else (0, 0.0)
 
     def may_pay(self, sequences: int) -> bool:
-        """Whether guesses could pay in a step of `sequences` sequences if every one of them were right."""
-        plain, checking = self._plain.of(sequences), self._checking
+        """Whether draft tokens could pay in a step of `sequences` sequences if every one of them were accepted."""
+        plain, verifying = self._plain.of(sequences), self._verifying
         if plain is None:
             return False
         least = self._least_gain * sequences / plain
-        # A check that is full gains most, or one whose sequences have equally many guesses. Those that have unlike numbers
-        # gain a little less than this says.
+        # A step that is full gains most, or one whose sequences have equally many draft tokens. Those with unlike
+        # numbers gain a little less than this says.
         return any(
-            min(size, sequences * (1 + steps)) > least * (seconds + checking.extra + self.drafting(sequences, steps))
-            for size, seconds in zip(checking.sizes, checking.seconds, strict=True)
+            min(size, sequences * (1 + steps)) > least * (seconds + verifying.extra + self.drafting(sequences, steps))
+            for size, seconds in zip(verifying.sizes, verifying.seconds, strict=True)
             if size > sequences
-            for steps in {min(MAX_GUESSES, own - 1) for own in (size // sequences, -(-size // sequences))}
+            for steps in {min(MAX_DRAFT_TOKENS, own - 1) for own in (size // sequences, -(-size // sequences))}
         )
 
     @property

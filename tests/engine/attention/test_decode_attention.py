@@ -165,9 +165,9 @@ def test_the_devices_tables_get_what_is_new() -> None:
 def test_tokens_of_one_sequence_bring_its_blocks_once() -> None:
     tables, device = BlockTables(4, 6), DeviceTables(4, 8, 99, torch.device("cpu"))
     first, second = tables.take([5, 6]), tables.take([1])
-    guessing = [first] * 2 + [second] * 3
+    drafting = [first] * 2 + [second] * 3
     expected = [[first * 8, first * 8 + 1, second * 8], [5, 6, 1]]
-    assert device.take_new(step_of(tables, guessing)).tolist() == expected
-    assert device.take_new(step_of(tables, [*guessing, second])).shape == (2, 0)
+    assert device.take_new(step_of(tables, drafting)).tolist() == expected
+    assert device.take_new(step_of(tables, [*drafting, second])).shape == (2, 0)
     tables.extend(second, [1, 2])
-    assert device.take_new(step_of(tables, guessing)).tolist() == [[second * 8 + 1], [2]]
+    assert device.take_new(step_of(tables, drafting)).tolist() == [[second * 8 + 1], [2]]

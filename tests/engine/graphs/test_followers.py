@@ -25,7 +25,7 @@ from server.engine.runtime.step_input import StepInput
 from server.engine.scheduling.sequence import PLACEHOLDER
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import tiny_model
-from tests.engine.speculation.guessing import GRAMMAR, VOCABULARY
+from tests.engine.speculation.engines import GRAMMAR, VOCABULARY
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6, enforce_eager=True)
 

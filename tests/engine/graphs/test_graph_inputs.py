@@ -151,7 +151,7 @@ def test_the_copies_of_a_few_steps_may_be_under_way() -> None:
 
 
 @pytest.mark.parametrize("advances", [True, False])
-def test_a_draft_models_guesses_outlive_the_replays_behind_them(advances: bool) -> None:
+def test_draft_tokens_outlive_the_replays_behind_them(advances: bool) -> None:
     graphs, _, _ = make_graphs(2, 4)
 
     def advance(inputs: torch.Tensor, tokens: torch.Tensor) -> bool:
@@ -168,16 +168,18 @@ def test_a_draft_models_guesses_outlive_the_replays_behind_them(advances: bool) 
     for row in range(3):
         sequence = make_sequence(5 + row)
         sequence.tables, sequence.row = tables, tables.take([7 * row + 2])
-        sequence.num_drafted = len(sequence.tokens) - 1
         sequences.append(sequence)
-    columns = draft._guesses(sequences, [4, 4, 2])
+    counts = [4, 4, 2]
+    launched = draft.propose([(own, len(own.tokens) - 1, count) for own, count in zip(sequences, counts, strict=True)])
+    assert launched is not None
+    drafts = launched.read()
     for index, sequence in enumerate(sequences):
         token, found = torch.tensor(sequence.tokens[-1] % VOCABULARY), []
-        for place in range(2 if index == 2 else 4):
+        for place in range(counts[index]):
             at = torch.tensor(len(sequence.tokens) - 1 + place)
             token = expected(token, at, (7 * index + 2) * 64 + at)
             found.append(int(token))
-        assert [int(column[index]) for column in columns[: len(found)]] == found
+        assert drafts[sequence.request_id] == found
 
 
 def test_a_steps_layout_is_written_with_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

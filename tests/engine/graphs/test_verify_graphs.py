@@ -1,4 +1,4 @@
-"""Graphs of steps that check guesses, as far as they can be made without a GPU."""
+"""Graphs of steps with draft tokens, as far as they can be made without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from server.config import EngineConfig
-from server.engine.runtime.batch import Batch, batch_of, check_batch
+from server.engine.runtime.batch import Batch, batch_of, token_batch
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs.cuts import cut_layers
 from server.engine.runtime.graphs.invariant import in_groups
@@ -22,12 +22,12 @@ from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.sampler import ModelOutput
-from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
+from server.engine.runtime.speculation.launched_drafts import LaunchedDrafts
 from server.engine.runtime.step_input import StepInput, step_input
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.prompt_images import PromptImages
-from server.engine.scheduling.sequence import PLACEHOLDER
-from server.engine.scheduling.step import Chunk, Step
+from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
+from server.engine.scheduling.step import Chunk, Drafts, Step
 from tests.engine.factories import make_sequence
 from tests.engine.models import tiny_model
 
@@ -49,11 +49,18 @@ class UncapturedGraphs(VerifyGraphs):
         return ModelOutput(self._paged.run(batch))
 
 
+def drafted(sequences: list[Sequence], drafts: Drafts) -> Step:
+    """A step of the newest tokens of sequences, and draft tokens."""
+    step = Step([Chunk(sequence, len(sequence.tokens) - 1, 1, True) for sequence in sequences])
+    step.schedule_drafts(drafts)
+    return step
+
+
 @pytest.mark.parametrize("seed", range(10))
-def test_the_batch_of_a_check_is_a_steps_batch_in_tokens(seed: int) -> None:
+def test_the_batch_in_tokens_is_a_steps_batch(seed: int) -> None:
     chance = random.Random(seed)
     size, count = chance.choice((4, 16)), chance.choice((1, 2, 7))
-    tables, chunks, guesses = BlockTables(8, 60), [], {}
+    tables, sequences, drafts = BlockTables(8, 60), [], {}
     for number in range(count):
         sequence = make_sequence(chance.randrange(1, 150), request_id=f"r{number}")
         more = chance.randrange(8) if number else 5
@@ -62,18 +69,17 @@ def test_the_batch_of_a_check_is_a_steps_batch_in_tokens(seed: int) -> None:
         sequence.adapter = chance.choice((None, 3))
         if chance.random() < 0.3:
             sequence.images = cast(PromptImages, SimpleNamespace(offset=-chance.randrange(9)))
-        chunks.append(Chunk(sequence, len(sequence.tokens) - 1, 1, True))
+        sequences.append(sequence)
         if more:
-            guesses[sequence.request_id] = [chance.randrange(50) for _ in range(more)]
-    # Those without guesses come first, as in the engine's steps.
-    step = Step(sorted(chunks, key=lambda chunk: chunk.sequence.request_id in guesses), guesses=guesses)
-    found = check_batch(step, size)
+            drafts[sequence.request_id] = [chance.randrange(50) for _ in range(more)]
+    step = drafted(sequences, drafts)
+    found = token_batch(step, size)
     with_images = [chunk.sequence.images for chunk in step.chunks]
     for chunk in step.chunks:
         chunk.sequence.images = None
     _, expected = next(in_groups(batch_of(step_input(step), size), size, 64))
     offsets = [0 if images is None else images.offset for images in with_images]
-    lengths = [1 + len(guesses.get(chunk.sequence.request_id, ())) for chunk in step.chunks]
+    lengths = [chunk.length for chunk in step.chunks]
     moved = expected.positions + torch.tensor(offsets).repeat_interleave(torch.tensor(lengths))
     for name, own in (("ids", expected.ids), ("positions", moved), ("slots", expected.slots)):
         assert getattr(found, name).tolist() == own.tolist(), name
@@ -84,8 +90,8 @@ def test_the_batch_of_a_check_is_a_steps_batch_in_tokens(seed: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"presence_penalty": 0.5}])
-@pytest.mark.parametrize(("guesses", "fits"), [([7, 8], True), ([7, 8, 9], True), ([7, 8, 9, 10], False)])
-def test_a_step_with_guesses_is_computed_once(guesses: list[int], fits: bool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("drafts", "fits"), [([7, 8], True), ([7, 8, 9], True), ([7, 8, 9, 10], False)])
+def test_a_step_with_draft_tokens_is_computed_once(drafts: list[int], fits: bool, options: dict[str, Any]) -> None:
     """Also a step of more tokens than the largest graph, which the model's own code computes."""
     config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
     plain = build_runner(tiny_model("llama"), config)
@@ -95,17 +101,17 @@ def test_a_step_with_guesses_is_computed_once(guesses: list[int], fits: bool, op
     sequence.tables = BlockTables(1, 8)
     sequence.row = sequence.tables.take([0, 1, 2])
     plain.execute(Step([Chunk(sequence, 0, 5, False)]))
-    step = Step([Chunk(sequence, 5, 1, True)], guesses={sequence.request_id: guesses})
+    step = drafted([sequence], {sequence.request_id: drafts})
     expected = plain.execute(step)
-    launched = runner.launch_check(step)
+    launched = runner.execute_async(step, None)
     assert (launched is not None) == fits
     assert (runner.execute(step) if launched is None else launched.read()) == expected
-    assert graphs.replayed == ([1 + len(guesses)] if fits else [])
+    assert graphs.replayed == ([1 + len(drafts)] if fits else [])
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_guesses_that_only_the_device_knows_are_those_of_their_sequences(fits: bool) -> None:
-    """Of three sequences the first has no guess, the second one, the third two, or three, which no graph can check."""
+def test_draft_tokens_that_only_the_device_knows_are_those_of_their_sequences(fits: bool) -> None:
+    """Of three sequences the first has none, the second one, the third two, or three, which no graph can take."""
     config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
     plain = build_runner(tiny_model("llama"), config)
     graphs = UncapturedGraphs(plain._paged)
@@ -116,22 +122,20 @@ def test_guesses_that_only_the_device_knows_are_those_of_their_sequences(fits: b
     for number, sequence in enumerate(sequences):
         sequence.tables, sequence.row = tables, tables.take([3 * number, 3 * number + 1, 3 * number + 2])
         plain.execute(Step([Chunk(sequence, 0, len(sequence.tokens) - 1, False)]))
-    chunks = [Chunk(sequence, len(sequence.tokens) - 1, 1, True) for sequence in sequences]
-    guesses = {"r5": [7], "r6": [8, 9] if fits else [8, 9, 10]}
-    expected = plain.execute(Step(chunks, guesses=guesses))
-    columns = [torch.tensor(column) for column in ([8, 7], [9], [10])[: len(guesses["r6"])]]
-    unknown = {name: [PLACEHOLDER] * len(own) for name, own in guesses.items()}
-    step = Step(chunks, guesses=unknown, drafted=LaunchedGuesses([sequences[2], sequences[1]], columns))
+    drafts = {"r5": [7], "r6": [8, 9] if fits else [8, 9, 10]}
+    expected = plain.execute(drafted(sequences, drafts))
+    columns = [torch.tensor(column) for column in ([8, 7], [9], [10])[: len(drafts["r6"])]]
+    step = drafted(sequences, {name: [PLACEHOLDER] * len(own) for name, own in drafts.items()})
+    step.unread = LaunchedDrafts([sequences[2], sequences[1]], columns)
     graphs._graphs = dict.fromkeys((2, 4, 6))  # type: ignore[assignment]
     graphs._graphs = graphs._graphs if fits else dict.fromkeys((2, 4))  # type: ignore[assignment]
-    launched = runner.launch_check(step)
+    launched = runner.execute_async(step, None)
     assert (launched is not None) == fits
     found = runner.execute(step) if launched is None else launched.read()
     assert found == expected
-    step.read_guesses()
     assert graphs.replayed == ([6] if fits else [])
-    assert step.guesses == guesses
-    assert step.drafted is None
+    assert step.drafts == drafts
+    assert step.unread is None
 
 
 class OtherRank:
@@ -157,9 +161,9 @@ class OtherRank:
         self.is_waited_for = False
 
 
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("unread", [False, True])
 @pytest.mark.parametrize("fits", [True, False])
-def test_other_ranks_check_guesses_by_the_same_graphs(drafted: bool, fits: bool) -> None:
+def test_other_ranks_verify_draft_tokens_by_the_same_graphs(unread: bool, fits: bool) -> None:
     """Also those that only this rank's device knows: they are read before the others get the step."""
     config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
     plain = build_runner(tiny_model("llama"), config)
@@ -170,20 +174,18 @@ def test_other_ranks_check_guesses_by_the_same_graphs(drafted: bool, fits: bool)
     sequence.tables = BlockTables(1, 8)
     sequence.row = sequence.tables.take([0, 1, 2])
     plain.execute(Step([Chunk(sequence, 0, 5, False)]))
-    guesses = [7, 8, 9] if fits else [7, 8, 9, 10]
-    chunk = Chunk(sequence, 5, 1, True)
-    expected = plain.execute(Step([chunk], guesses={sequence.request_id: guesses}))
-    step = Step([chunk], guesses={sequence.request_id: guesses})
-    if drafted:
-        step.guesses = {sequence.request_id: [PLACEHOLDER] * len(guesses)}
-        step.drafted = LaunchedGuesses([sequence], [torch.tensor([guess]) for guess in guesses])
+    drafts = [7, 8, 9] if fits else [7, 8, 9, 10]
+    expected = plain.execute(drafted([sequence], {sequence.request_id: drafts}))
+    step = drafted([sequence], {sequence.request_id: [PLACEHOLDER] * len(drafts) if unread else drafts})
+    if unread:
+        step.unread = LaunchedDrafts([sequence], [torch.tensor([token]) for token in drafts])
     assert runner.execute(step) == expected
-    assert other.ids == [[sequence.tokens[5], *guesses]]
+    assert other.ids == [[sequence.tokens[5], *drafts]]
     assert graphs.replayed == others.replayed == ([4] if fits else [])
     assert not other.is_waited_for
 
 
-def test_a_rank_that_fails_while_others_check_guesses_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_while_others_verify_draft_tokens_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
     plain = build_runner(tiny_model("llama"), config)
     graphs = UncapturedGraphs(plain._paged)
@@ -197,7 +199,7 @@ def test_a_rank_that_fails_while_others_check_guesses_ends_the_group(monkeypatch
 
     monkeypatch.setattr(graphs, "run", broken)
     with pytest.raises(ExchangeError, match="rank 0 failed in a step: RuntimeError: no graph"):
-        runner.execute(Step([Chunk(sequence, 5, 1, True)], guesses={sequence.request_id: [7]}))
+        runner.execute(drafted([sequence], {sequence.request_id: [7]}))
 
 
 @pytest.mark.parametrize(("layers", "behind"), [(1, []), (6, [1]), (35, [1, 6]), (65, [2, 11])])

@@ -13,7 +13,7 @@ import torch
 from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.sampling.random_rows import RandomRows, uniforms
 from server.engine.runtime.sampling.sampler import ModelOutput, Sampler
-from server.engine.runtime.speculation.verification import SequenceAhead
+from server.engine.runtime.sampling.verification import SequenceAhead
 from server.engine.scheduling.sequence import PLACEHOLDER, SamplingNeeds, Sequence
 from tests.engine.factories import make_sequence, sample
 
@@ -205,12 +205,12 @@ def test_penalties_behind_draft_tokens_are_those_of_the_tokens() -> None:
         rows: list[Sequence] = []
         behind: list[Sequence] = []
         for sequence in alive:
-            # Some guesses come twice, and some are among the sequence's tokens.
-            guesses = tuple(chance.randrange(12) for _ in range(chance.randrange(5)))
-            rows += [sequence, *(SequenceAhead(sequence, guesses[:n], None) for n in range(1, len(guesses) + 1))]
-            for count in range(len(guesses) + 1):
+            # Some draft tokens come twice, and some are among the sequence's tokens.
+            drafts = tuple(chance.randrange(12) for _ in range(chance.randrange(5)))
+            rows += [sequence, *(SequenceAhead(sequence, drafts[:n], None) for n in range(1, len(drafts) + 1))]
+            for count in range(len(drafts) + 1):
                 behind.append(copy := make_sequence(sequence.tokens[:3], ignore_eos=True, **options))
-                for token in (*sequence.tokens[3:], *guesses[:count]):
+                for token in (*sequence.tokens[3:], *drafts[:count]):
                     copy.append(token)
         logits = torch.randn(len(rows), vocabulary, generator=generator)
         assert sampler.sample(logits, rows) == sample(logits, behind)

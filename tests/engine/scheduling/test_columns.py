@@ -126,7 +126,6 @@ def assert_same(one: StepInput, other: StepInput) -> None:
     assert (one.images is None) == (other.images is None)
     if one.images is not None:
         assert np.array_equal(one.images.rows, other.images.rows)
-    assert one.guessed == other.guessed
 
 
 # With few blocks sequences are preempted, and sequences of a step that is under way are among them.

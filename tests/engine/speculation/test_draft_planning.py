@@ -1,6 +1,6 @@
 """What a draft model gains in virtual time, where every step takes what steps of Qwen3-32B and Qwen3-0.6B take on an H200.
 
-No model runs. The engine schedules, plans guesses and learns costs as it does on a GPU; which guesses are right is chance.
+No model runs. The engine schedules, plans draft tokens and learns costs as it does on a GPU; which are accepted is chance.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,18 +23,19 @@ from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.runtime.sampling.verification import verified
 from server.engine.scheduling.sequence import Sequence
-from server.engine.scheduling.step import Step
+from server.engine.scheduling.step import Step, UnreadDrafts
 from server.engine.speculation.costs import StepCosts
 from tests.engine.factories import make_request
 
 # Milliseconds by tokens: as the start measures them with short contexts, and those of the device while it serves.
 PLAIN, SERVING = {1: 5.95, 2: 6.02, 4: 6.02, 8: 6.32}, {1: 6.15, 2: 6.2, 4: 6.3, 8: 6.6}
-CHECKING = {2: 6.79, 4: 6.79, 8: 7.1, 16: 8.91, 32: 9.99, 64: 12.51}
-CHECKED = {2: 6.35, 4: 6.4, 8: 6.8, 16: 8.5, 32: 9.6, 64: 12.2}
+VERIFYING = {2: 6.79, 4: 6.79, 8: 7.1, 16: 8.91, 32: 9.99, 64: 12.51}
+VERIFIED = {2: 6.35, 4: 6.4, 8: 6.8, 16: 8.5, 32: 9.6, 64: 12.2}
 DRAFTING = {1: 0.76, 2: 0.78, 4: 0.82, 8: 0.84}
 FOLLOWING_MS, READING_MS, LAUNCHING_MS, NEXT_MS = 8.0, 0.15, 0.3, 0.35
-"""The host's part: catching up with a prompt, reading a step, launching one and the first guess, and each further guess."""
+"""The host's part: catching up with a prompt, reading a step, launching one and a draft token, and each further one."""
 TOKENS = 400
 
 
@@ -51,9 +53,9 @@ class Machine:
         self.free = max(self.free, self.now) + device * self._chance.uniform(1.0, 1.05)
         return self.free
 
-    def token(self, guess: int) -> int:
-        """The token where `guess` was guessed: it, or another one."""
-        return guess if self._chance.random() < self._right else guess + 1
+    def token(self, draft: int) -> int:
+        """The token where `draft` was proposed: it, or another one."""
+        return draft if self._chance.random() < self._right else draft + 1
 
 
 @dataclass(frozen=True)
@@ -70,36 +72,29 @@ class Launched:
 
     def read(self) -> list[Sampled]:
         self.machine.now = max(self.machine.now, self.ends) + READING_MS
-        return self.results
+        return verified(self.step, self.results)
 
 
 class VirtualDraftModel:
-    """Guesses token 5 at all places; see DraftModel."""
+    """Proposes token 5 at all places; see DraftModel."""
 
     longest = 10**6
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def follow(self, parts: Items[tuple[Sequence, int]]) -> None:
+    def follow(self, parts: Items[tuple[Sequence, int, int]]) -> bool:
         self._machine.launch(FOLLOWING_MS, FOLLOWING_MS / 2)
-        for sequence, count in parts:
-            sequence.num_drafted += count
+        return True
 
-    def guess(self, step: Step) -> None:
-        self._launch([len(own) for own in step.guesses.values()])
-        for chunk in step.chunks:
-            name = chunk.sequence.request_id
-            if name in step.guesses:
-                step.guesses[name] = [5] * len(step.guesses[name])
-                chunk.sequence.num_drafted = len(chunk.sequence.tokens)
-
-    def _launch(self, counts: list[int]) -> None:
+    def propose(self, asked: Items[tuple[Sequence, int, int]]) -> UnreadDrafts:
+        counts = [count for *_, count in asked]
         deepest = max(counts)
         self._machine.launch(
             LAUNCHING_MS, sum(_at(DRAFTING, sum(c > place for c in counts)) for place in range(deepest))
         )
         self._machine.now += NEXT_MS * (deepest - 1)
+        return Mock(read=lambda: {sequence.request_id: [5] * count for sequence, _, count in asked})
 
 
 class VirtualRunner:
@@ -114,7 +109,7 @@ class VirtualRunner:
         self._machine = machine
         self.memory = MemoryGauge(self.device)
         self.draft_model = VirtualDraftModel(machine)
-        self.step_costs = StepCosts(*(_seconds(times) for times in (CHECKING, PLAIN, DRAFTING)))
+        self.step_costs = StepCosts(*(_seconds(times) for times in (VERIFYING, PLAIN, DRAFTING)))
 
     def kernel_times(self) -> KernelTimes:
         return KernelTimes()
@@ -126,15 +121,11 @@ class VirtualRunner:
     def execute_async(self, step: Step, _previous: Launched | None) -> Launched | None:
         if not all(chunk.is_decode for chunk in step.chunks):
             return None
-        ends = self._machine.launch(LAUNCHING_MS, _at(SERVING, len(step.chunks)))
-        return Launched(self._machine, step, [Sampled(5)] * len(step.chunks), ends)
-
-    def launch_check(self, step: Step) -> Launched:
-        ends = self._machine.launch(LAUNCHING_MS, _at(CHECKED, step.num_tokens))
+        step.read_drafts()
+        ends = self._machine.launch(LAUNCHING_MS, _at(VERIFIED if step.drafts else SERVING, step.num_tokens))
         results = []
         for chunk in step.chunks:
-            guesses = step.guesses.get(chunk.sequence.request_id, [])
-            results += [Sampled(self._machine.token(guess)) for guess in guesses] + [Sampled(5)]
+            results += [Sampled(self._machine.token(token)) for token in chunk.draft_tokens] + [Sampled(5)]
         return Launched(self._machine, step, results, ends)
 
 
@@ -191,37 +182,28 @@ def test_gains(sequences: int, right: float, least: float, most: float, monkeypa
 
 
 class LookupRunner(VirtualRunner):
-    """Gives a text of few different tokens, whose repetitions seldom go on as guesses by lookup have it."""
+    """Gives a text of few different tokens, whose repetitions seldom go on as lookup has it."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         chance = random.Random(3)
         self.text = [chance.randrange(3, 9) for _ in range(1000)]
-        self.step_costs = StepCosts(_seconds(CHECKING), _seconds(PLAIN))
+        self.step_costs = StepCosts(_seconds(VERIFYING), _seconds(PLAIN))
         self.void = 0
-        """Steps without guesses that waited for the tokens of others without."""
+        """Steps without draft tokens that waited for the tokens of others without."""
         self._behind_plain = False
 
     def execute_async(self, step: Step, previous: Launched | None) -> Launched | None:
-        self.void += previous is None and self._behind_plain
-        self._behind_plain = all(chunk.is_decode for chunk in step.chunks)
+        self.void += previous is None and self._behind_plain and not step.drafts
+        self._behind_plain = all(chunk.is_decode for chunk in step.chunks) and not step.drafts
         launched = super().execute_async(step, previous)
         # Tokens that are not known yet will be by the time that these are read.
-        found = [self.text[len(chunk.sequence.tokens)] for chunk in step.chunks]
-        return None if launched is None else replace(launched, results=[Sampled(token) for token in found])
-
-    def launch_check(self, step: Step) -> Launched:
-        self._behind_plain = False
-        launched = super().launch_check(step)
-        places = [
-            len(chunk.sequence.tokens) + place
-            for chunk in step.chunks
-            for place in range(1 + len(step.guesses.get(chunk.sequence.request_id, ())))
-        ]
-        return replace(launched, results=[Sampled(self.text[place]) for place in places])
+        places = [len(chunk.sequence.tokens) + place for chunk in step.chunks for place in range(chunk.num_sampled)]
+        found = [Sampled(self.text[place]) for place in places]
+        return None if launched is None else replace(launched, results=found)
 
 
-def test_what_guesses_delay_is_no_cost_of_a_step_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_draft_tokens_delay_is_no_cost_of_a_step_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: machine.now * 1e-3)
     runner = LookupRunner(machine)
@@ -231,10 +213,10 @@ def test_what_guesses_delay_is_no_cost_of_a_step_without_them(monkeypatch: pytes
     monkeypatch.setattr(
         runner.step_costs,
         "note",
-        lambda n, seconds, guessed: noted.append((seconds, guessed)) or note(n, seconds, guessed),
+        lambda n, seconds, drafted: noted.append((seconds, drafted)) or note(n, seconds, drafted),
     )
     _decoded(engine, machine, 1, 0)
-    plain, checks = ([seconds for seconds, guessed in noted if guessed == way] for way in (False, True))
+    plain, checks = ([seconds for seconds, drafted in noted if drafted == way] for way in (False, True))
     assert len(plain) > 100
     assert len(checks) > 10
     # A step that is not launched ahead takes LAUNCHING_MS more.

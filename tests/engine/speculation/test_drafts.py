@@ -1,4 +1,4 @@
-"""A draft model: whose guesses they are, what it has computed, how many there are, and what happens when it fails.
+"""A draft model: what it proposes, what it has computed, how many there are, and what happens when it fails.
 
 That it changes no answer is in test_speculation.py.
 """
@@ -21,7 +21,7 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from server.engine.speculation.costs import StepCosts
 from server.engine.speculation.drafts import MAX_DRAFTED, SHORT_LAG, DraftSpeculator
 from tests.engine.factories import make_request, run_together, tokens
@@ -53,9 +53,9 @@ def followed(speculator: DraftSpeculator, monkeypatch: pytest.MonkeyPatch) -> li
     found: list[list[tuple[int, int]]] = []
     follow = speculator._model.follow
 
-    def recorded(parts: list[tuple[Sequence, int]]) -> None:
-        found.append([(sequence.num_drafted, count) for sequence, count in parts])
-        follow(parts)
+    def recorded(parts: list[tuple[Sequence, int, int]]) -> bool:
+        found.append([(start, end - start) for _, start, end in parts])
+        return follow(parts)
 
     monkeypatch.setattr(speculator._model, "follow", recorded)
     return found
@@ -79,7 +79,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(family: str) -> None:
     for request in asked:
         assert tokens(got[request.request_id]) == tokens(expected[request.request_id])
     stats = engine.stats()
-    # Rounding differs with a step's size, and so may a guess at a near tie.
+    # Rounding differs with a step's size, and so may a token at a near tie.
     assert 60 < sum(stats.accepted_by_place) >= 0.97 * stats.draft_tokens
     assert stats.accepted_by_place[MAX_DRAFTED - 1] > 0
 
@@ -108,7 +108,7 @@ def test_a_prompt_is_caught_up_with_in_chunks_and_found_in_the_prefix_cache(
     parts = followed(speculator, monkeypatch)
     prompt = [3 + i % 90 for i in range(101)]
     run_together(engine, make_request(prompt, max_tokens=20, ignore_eos=True))
-    # 32 tokens a step, until what lacks can be computed with the first guess.
+    # 32 tokens a step, until what lacks can be computed with the first draft token.
     starts = [start for ((start, _),) in parts]
     assert starts == [0, 32, 64]
     assert [count for ((_, count),) in parts] == [32, 32, 32]
@@ -132,7 +132,7 @@ def test_a_preempted_sequence_is_drafted_anew(model: Any) -> None:
     assert sum(stats.accepted_by_place) >= 0.97 * stats.draft_tokens > 0
 
 
-def test_guesses_that_are_wrong_end_and_are_tried_again(model: Any) -> None:
+def test_draft_tokens_that_are_rejected_end_and_are_tried_again(model: Any) -> None:
     other = tiny_model("llama", seed=9)
     costs = StepCosts({size: 1 + size / 10 for size in range(1, 17)}, drafting=dict.fromkeys(range(1, 7), 0.1))
     engine, speculator = make_engine(model, other, costs)
@@ -142,18 +142,19 @@ def test_guesses_that_are_wrong_end_and_are_tried_again(model: Any) -> None:
     assert 4 < stats.draft_tokens < 60
     _, step = started([[5, 6, 7]])
     (sequence,) = (chunk.sequence for chunk in step.chunks)
-    sequence.num_drafted, sequence.acceptance = 3, 0.1
+    state = speculator.state(sequence)
+    state.computed, state.rate = 3, 0.1
     waited = next(count for count in range(5000) if speculator.plan(step))
     assert 20 < waited < 1000
-    sequence.acceptance = 0.1
-    speculator.note_guesses(sequence, 1, 0)
+    state.rate = 0.1
+    speculator.count(sequence, 1, 0)
     assert not speculator.plan(step)
 
 
 def test_a_draft_model_that_follows_at_once_leaves_the_newest_token(
     model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guesses begin behind a token that the draft model computes with them."""
+    """Proposing begins behind a token that the draft model computes for it."""
     engine, speculator = make_engine(model, model, max_num_batched_tokens=64)
     parts = followed(speculator, monkeypatch)
     run_together(engine, make_request(40, max_tokens=12, ignore_eos=True))
@@ -162,7 +163,7 @@ def test_a_draft_model_that_follows_at_once_leaves_the_newest_token(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_draft_model_whose_guesses_are_wrong_does_not_follow_until_they_are_tried_again(
+def test_a_draft_model_that_is_wrong_does_not_follow_until_it_is_tried_again(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tiny_model("llama", seed=9)
@@ -174,13 +175,14 @@ def test_a_draft_model_whose_guesses_are_wrong_does_not_follow_until_they_are_tr
     assert parts == [[(0, 32)]]
     _, step = started([list(range(5, 50))])
     (sequence,) = (chunk.sequence for chunk in step.chunks)
-    sequence.num_drafted, sequence.acceptance = 3, 0.1
+    state = speculator.state(sequence)
+    state.computed, state.rate = 3, 0.1
     followed_after = next(count for count in range(5000) if speculator.catch_up(step) or len(parts) > 1)
     assert 500 < followed_after < 2500
     assert parts[1][0][0] == 3
 
 
-def test_more_guesses_where_more_are_right_and_fewer_sequences_run(model: Any) -> None:
+def test_more_draft_tokens_where_more_are_right_and_fewer_sequences_run(model: Any) -> None:
     costs = StepCosts({1: 1.0, 2: 1.02, 4: 1.03, 8: 1.05, 16: 1.2, 32: 1.6}, drafting={8: 0.05, 32: 0.1})
     _, speculator = make_engine(model, model, costs)
 
@@ -220,10 +222,10 @@ def test_a_draft_model_that_fails_costs_no_answer(
             assert tokens(got[request.request_id]) == tokens(expected[request.request_id])
     assert engine.stats().draft_tokens == before
     warned = [r.message for r in caplog.records if r.levelname == "WARNING"]
-    assert warned == ["the draft model fails, and has no guesses: RuntimeError: no memory"]
+    assert warned == ["the draft model fails, and proposes nothing: RuntimeError: no memory"]
 
 
-def test_beyond_its_own_context_a_draft_model_has_no_guesses(model: Any) -> None:
+def test_beyond_its_own_context_a_draft_model_proposes_nothing(model: Any) -> None:
     short = tiny_model("llama", max_position_embeddings=48)
     engine, speculator = make_engine(model, short)
     assert speculator._max_model_len == 48
@@ -234,15 +236,19 @@ def test_beyond_its_own_context_a_draft_model_has_no_guesses(model: Any) -> None
     assert set(longest[-40:]) == {1}
 
 
-def test_blocks_are_marked_until_they_are_handed_out_anew() -> None:
-    blocks = BlockManager(4, 4)
-    held: list[int] = []
-    blocks.grow(held, 12)
-    blocks.mark(held[:2])
-    assert [blocks.num_marked(held), blocks.num_marked(held[1:]), blocks.num_marked(held[2:])] == [2, 1, 0]
-    blocks.release(held)
-    blocks.grow(held, 16)
-    assert all(blocks.num_marked([block]) == 0 for block in held)
+def test_what_it_has_computed_counts_until_blocks_are_handed_out_anew() -> None:
+    blocks, model = BlockManager(4, 4), Mock(longest=100)
+    speculator = DraftSpeculator(CHEAP, 100, model, blocks, lambda: 32)
+    one, other, third = (Sequence(make_request(11), 0) for _ in range(3))
+    blocks.grow(one.blocks, 12)
+    speculator._note_computed(one, 9)
+    other.blocks = [*one.blocks]
+    assert [speculator.state(own).computed for own in (one, other)] == [9, 8]
+    other.blocks = one.blocks[1:]
+    assert speculator.state(other).computed == 4
+    blocks.release(one.blocks)
+    blocks.grow(third.blocks, 16)
+    assert speculator.state(third).computed == 0
     assert SHORT_LAG < 64  # what VerifyGraphs compute of one sequence
 
 
@@ -261,31 +267,33 @@ def test_the_tokenizers_must_be_the_same(embedded_folder: Path, tmp_path: Path) 
     assert str(tmp_path) in str(caught.value)
 
 
-def test_first_guesses_move_a_sequences_rate_further_than_later_ones(model: Any) -> None:
+def test_first_draft_tokens_move_a_sequences_rate_further_than_later_ones(model: Any) -> None:
     _, speculator = make_engine(model, model)
     sequence = Sequence(make_request(5), 0)
-    sequence.acceptance = 0.7
+    state = speculator.state(sequence)
+    state.rate = 0.7
     moved = []
     for _ in range(40):
-        before = sequence.acceptance
-        speculator.note_guesses(sequence, 1, 0)
-        moved.append(1 - sequence.acceptance / before)
-    assert sequence.num_judged == 40
+        before = state.rate
+        speculator.count(sequence, 1, 0)
+        moved.append(1 - state.rate / before)
+    assert state.num_judged == 40
     assert moved == pytest.approx(sorted(moved, reverse=True))
     assert moved[0] == pytest.approx(1 / 8)
     assert moved[-1] == pytest.approx(1 / 24)
 
 
-def test_guesses_that_a_grammar_cuts_have_taken_their_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_tokens_that_a_grammar_cuts_have_taken_their_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = StepCosts({size: 1 + size / 1000 for size in range(1, 33)}, drafting={1: 0.25})
     _, speculator = make_engine(model, model, costs)
     _, step = started([[5, 6, 7]])
     (sequence,) = (chunk.sequence for chunk in step.chunks)
     sequence.bind(Mock(permitted=lambda tokens: 0))
-    step.guesses = {sequence.request_id: [5, 5, 5]}
-    monkeypatch.setattr(speculator._model, "guess", lambda *_: None)
-    speculator.draft(step)
-    assert step.guesses == {sequence.request_id: [5]}
+    step.schedule_drafts({sequence.request_id: [PLACEHOLDER] * 3})
+    unread = Mock(read=lambda: {sequence.request_id: [5, 5, 5]})
+    monkeypatch.setattr(speculator._model, "propose", lambda *_: unread)
+    speculator.propose(step)
+    assert step.drafts == {sequence.request_id: [5]}
     noted: list[tuple[int, float, bool]] = []
     monkeypatch.setattr(costs, "note", lambda *given: noted.append(given))
     speculator.note_time(step, 3.0)

@@ -1,6 +1,6 @@
 """Speculation changes no answer: random requests with all options mixed, cancels and preemptions, on and off.
 
-The slow tests have 500 requests for each source of guesses, or SPECULATION_REQUESTS (`make test-speculation`).
+The slow tests have 500 requests for each method, or SPECULATION_REQUESTS (`make test-speculation`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.step import Step
 from tests.adapters import ALL_PROJECTIONS, save_adapter
 from tests.engine.factories import make_request, run_together, tokens
-from tests.engine.speculation.guessing import (
+from tests.engine.speculation.engines import (
     GRAMMAR,
     WAVE,
     LaunchingRunner,
@@ -79,13 +79,13 @@ def test_answers_are_the_same_with_and_without(
     runner_type, blocks = KINDS[kind]
     chance = random.Random(f"{runner_type.__name__} {blocks}")
     plain = make_engine(model, adapter, embedded_folder)
-    guessing = make_engine(model, adapter, embedded_folder, runner_type, blocks, **METHODS[method])
+    drafting = make_engine(model, adapter, embedded_folder, runner_type, blocks, **METHODS[method])
     others: list[list[int]] = []
     checked = 0
     for wave in range(-(-count // WAVE)):
         requests = some_requests(chance, wave, others)
         expected, _ = run_wave(plain, requests, None)
-        got, cancelled = run_wave(guessing, requests, chance)
+        got, cancelled = run_wave(drafting, requests, chance)
         for request in requests:
             name = request.request_id
             wanted = joined(expected[name])
@@ -104,31 +104,31 @@ def test_answers_are_the_same_with_and_without(
             assert close(found.logprobs, wanted.logprobs), request
             assert close(found.prompt_logprobs, wanted.prompt_logprobs), request
             checked += 1
-        assert guessing.stats().kv_blocks_used == 0
-    stats = guessing.stats()
+        assert drafting.stats().kv_blocks_used == 0
+    stats = drafting.stats()
     assert checked > 0.7 * count
     assert sum(stats.accepted_by_place) > (count // 4 if (kind, method) == ("async", "draft") else count)
     assert stats.draft_tokens > sum(stats.accepted_by_place)
     assert (stats.preemptions > 0) == (blocks < 240)
-    runner = guessing._runner
+    runner = drafting._runner
     if isinstance(runner, LaunchingRunner):
-        assert runner.launched + runner.launched_guesses > count // 2
-        assert runner.launched_guesses > count // 10
+        assert runner.launched + runner.launched_drafts > count // 2
+        assert runner.launched_drafts > count // 10
 
 
 @pytest.mark.parametrize("method", ["lookup", pytest.param("draft", marks=pytest.mark.rest)])
-def test_steps_with_guesses_that_are_read_after_the_next_message(
+def test_steps_with_draft_tokens_that_are_read_after_the_next_message(
     method: str, model: Any, adapter: LoraModule, embedded_folder: Path
 ) -> None:
-    """As on a GPU a step with guesses is launched, and requests come and go before its tokens are read."""
+    """As on a GPU a step with draft tokens is launched, and requests come and go before its tokens are read."""
     chance = random.Random(method)
     plain = make_engine(model, adapter, embedded_folder)
-    guessing = make_engine(model, adapter, embedded_folder, LaunchingRunner, 60, **METHODS[method])
+    drafting = make_engine(model, adapter, embedded_folder, LaunchingRunner, 60, **METHODS[method])
     unfinished = 0
     for wave in range(3):
         requests = [sampled_on_a_gpu(request) for request in some_requests(chance, wave, [])]
         expected, _ = run_wave(plain, requests, None)
-        got, cancelled = run_wave(guessing, requests, chance)
+        got, cancelled = run_wave(drafting, requests, chance)
         for request in requests:
             wanted, found = joined(expected[request.request_id]), got[request.request_id]
             if not (found and found[-1].finish_reason):
@@ -139,85 +139,85 @@ def test_steps_with_guesses_that_are_read_after_the_next_message(
                 whole = joined(found)
                 assert whole.new_token_ids == wanted.new_token_ids, request
                 assert (whole.finish_reason, whole.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id)
-        assert guessing.stats().kv_blocks_used == 0
-    stats, runner = guessing.stats(), guessing._runner
+        assert drafting.stats().kv_blocks_used == 0
+    stats, runner = drafting.stats(), drafting._runner
     assert isinstance(runner, LaunchingRunner)
-    assert runner.launched_guesses > 15
+    assert runner.launched_drafts > 15
     assert 0 < unfinished < 30
     assert stats.preemptions > 0
     assert stats.draft_tokens > sum(stats.accepted_by_place) > 20
 
 
-def test_a_step_brings_several_tokens_and_says_how_guesses_fared(
+def test_a_step_brings_several_tokens_and_says_how_many_were_accepted(
     model: Any, adapter: LoraModule, embedded_folder: Path
 ) -> None:
     plain = make_engine(model, adapter, embedded_folder)
-    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
+    drafting = make_engine(model, adapter, embedded_folder, speculation="lookup")
     # With this bias nothing else comes.
     request = make_request([5, 6, 7] * 5, max_tokens=40, logit_bias={9: 100.0}, ignore_eos=True)
     (expected,) = run_together(plain, request).values()
-    (outputs,) = run_together(guessing, request).values()
+    (outputs,) = run_together(drafting, request).values()
     assert tokens(outputs) == tokens(expected) == [9] * 40
     assert len(expected) == 40
     assert len(outputs) < 15
     assert [output.finish_reason for output in outputs] == [*[None] * (len(outputs) - 1), "length"]
-    timings, stats = outputs[-1].timings, guessing.stats()
+    timings, stats = outputs[-1].timings, drafting.stats()
     assert timings is not None
     assert timings.draft_tokens == stats.draft_tokens > 0
     assert timings.accepted_tokens == sum(stats.accepted_by_place) == 40 - len(outputs)
     alone = make_request([5, 6, 7] * 5, max_tokens=40, logit_bias={9: 100.0}, ignore_eos=True, speculation=False)
-    assert len(next(iter(run_together(guessing, alone).values()))) == 40
-    assert guessing.stats().draft_tokens == stats.draft_tokens
+    assert len(next(iter(run_together(drafting, alone).values()))) == 40
+    assert drafting.stats().draft_tokens == stats.draft_tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("method", ["lookup", "draft"])
-def test_guesses_under_a_grammar(
+def test_draft_tokens_under_a_grammar(
     method: str,
     temperature: float,
     model: Any,
     adapter: LoraModule,
     embedded_folder: Path,
 ) -> None:
-    """Guesses go on as the grammar has it, or are cut where it refuses them; the answer is the one without guesses."""
+    """Draft tokens are cut where the grammar refuses them; the answer is the one without them."""
     plain = make_engine(model, adapter, embedded_folder)
-    guessing = make_engine(model, adapter, embedded_folder, speculation=method)
+    drafting = make_engine(model, adapter, embedded_folder, speculation=method)
     checked: list[tuple[int, int]] = []
-    execute = guessing._runner.execute
+    execute = drafting._runner.execute
 
     def seen(step: Step) -> list[Sampled]:
         for chunk in step.chunks:
-            constraint, guesses = chunk.sequence.constraint, step.guesses.get(chunk.sequence.request_id)
-            if constraint is not None and guesses:
-                checked.append((len(guesses), constraint.permitted(guesses)))
+            constraint, drafts = chunk.sequence.constraint, [*chunk.draft_tokens]
+            if constraint is not None and drafts:
+                checked.append((len(drafts), constraint.permitted(drafts)))
         return execute(step)
 
-    guessing._runner.execute = seen  # type: ignore[method-assign]
+    drafting._runner.execute = seen  # type: ignore[method-assign]
     # The letters a, b and c come again and again.
     bias = dict.fromkeys((81, 82, 83), 20.0)
     requests = [
         make_request([5, 6, 7] * 5, max_tokens=40, temperature=temperature, seed=seed, grammar=GRAMMAR, logit_bias=bias)
         for seed in range(6)
     ]
-    expected, found = run_together(plain, *requests), run_together(guessing, *requests)
+    expected, found = run_together(plain, *requests), run_together(drafting, *requests)
     for request in requests:
         wanted, got = joined(expected[request.request_id]), joined(found[request.request_id])
         assert got.new_token_ids == wanted.new_token_ids
         assert (got.finish_reason, got.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id)
-    stats = guessing.stats()
-    # The draft model knows nothing of the bias and of the grammar. One of its guesses that is refused is checked, too.
+    stats = drafting.stats()
+    # The draft model knows nothing of the bias and of the grammar. One of its tokens that is refused is verified, too.
     refused = 0 if method == "lookup" else 1
     assert sum(stats.accepted_by_place) > 30 or refused
     assert checked
     assert all(permitted <= count <= permitted + refused for count, permitted in checked)
 
 
-def test_grammars_that_refuse_all_guesses_of_some_sequences(
+def test_grammars_that_refuse_all_draft_tokens_of_some_sequences(
     model: Any, adapter: LoraModule, embedded_folder: Path
 ) -> None:
-    """A step in which only some of the sequences that were to have guesses keep any is computed as it is."""
+    """A step in which only some of the sequences that were to have draft tokens keep any is computed as it is."""
     plain = make_engine(model, adapter, embedded_folder)
-    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
+    drafting = make_engine(model, adapter, embedded_folder, speculation="lookup")
     # What followed before is mostly refused.
     order = "".join("(abc){4}(acb){4}" for _ in range(3))
     grammar = json.dumps({"grammars": [{"lark_grammar": f"start: /{order}/"}]})
@@ -226,15 +226,15 @@ def test_grammars_that_refuse_all_guesses_of_some_sequences(
         for i in range(6)
     ]
     lengths: set[tuple[bool, ...]] = set()
-    execute = guessing._runner.execute
+    execute = drafting._runner.execute
 
     def seen(step: Step) -> list[Sampled]:
-        if step.guesses:
-            lengths.add(tuple(chunk.sequence.request_id in step.guesses for chunk in step.chunks))
+        if step.drafts:
+            lengths.add(tuple(bool(chunk.draft_tokens) for chunk in step.chunks))
         return execute(step)
 
-    guessing._runner.execute = seen  # type: ignore[method-assign]
-    expected, found = run_together(plain, *requests), run_together(guessing, *requests)
+    drafting._runner.execute = seen  # type: ignore[method-assign]
+    expected, found = run_together(plain, *requests), run_together(drafting, *requests)
     for request in requests:
         name = request.request_id
         assert tokens(found[name]) == tokens(expected[name])
@@ -246,21 +246,21 @@ def test_grammars_that_refuse_all_guesses_of_some_sequences(
     "penalties",
     [{"repetition_penalty": 0.9}, {"presence_penalty": -2.0, "frequency_penalty": 0.02}, {"repetition_penalty": 1.1}],
 )
-def test_guesses_under_penalties(
+def test_draft_tokens_under_penalties(
     penalties: dict[str, float], model: Any, adapter: LoraModule, embedded_folder: Path
 ) -> None:
-    """Each place is sampled with the penalties of the guesses in front of it."""
+    """Each place is sampled with the penalties of the draft tokens in front of it."""
     plain = make_engine(model, adapter, embedded_folder)
-    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
+    drafting = make_engine(model, adapter, embedded_folder, speculation="lookup")
     requests = [
         make_request([5, 6, 7 + seed] * 5, max_tokens=60, temperature=t, seed=seed, ignore_eos=True, **penalties)
         for seed in range(4)
         for t in (0.0, 0.5)
     ]
-    expected, found = run_together(plain, *requests), run_together(guessing, *requests)
+    expected, found = run_together(plain, *requests), run_together(drafting, *requests)
     for request in requests:
         wanted, got = joined(expected[request.request_id]), joined(found[request.request_id])
         if not is_at_a_boundary(plain, model, adapter, request, got.new_token_ids, wanted.new_token_ids):
             assert got.new_token_ids == wanted.new_token_ids
-    stats = guessing.stats()
+    stats = drafting.stats()
     assert sum(stats.accepted_by_place) > (100 if penalties.get("repetition_penalty", 1) < 1 else 10)

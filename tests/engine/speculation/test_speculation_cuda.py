@@ -1,4 +1,4 @@
-"""Speculation on a GPU: graphs of steps with guesses, and answers with it and without."""
+"""Speculation on a GPU: graphs of steps with draft tokens, and answers with it and without."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-# So few that there is always something to guess, and much of it wrong.
+# So few that there is always something to propose, and much of it wrong.
 VOCABULARY = 40
 CHEAP = StepCosts({n: 1 + n / 1000 for n in SIZES}, {n: 1 + n / 1000 for n in range(1, 33)})
 
@@ -71,7 +71,7 @@ def answers(
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-27b", "llama-3.3-70b"])
-def test_steps_with_guesses_have_graphs_that_compute_what_the_model_does(name: str, tmp_path: Path) -> None:
+def test_steps_with_draft_tokens_have_graphs_that_compute_what_the_model_does(name: str, tmp_path: Path) -> None:
     runner, config = runner_of(name, tmp_path)
     # They are compared with the model's own code when they are captured, and left out where they differ.
     assert runner._graphs.verify is not None
@@ -87,7 +87,7 @@ def test_steps_with_guesses_have_graphs_that_compute_what_the_model_does(name: s
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-27b"])
-def test_logits_of_guesses_behind_long_contexts(name: str, tmp_path: Path) -> None:
+def test_logits_of_draft_tokens_behind_long_contexts(name: str, tmp_path: Path) -> None:
     """Contexts of several tiles of keys, some of them split into parts; three sequences, one with a single token."""
     runner, _ = runner_of(name, tmp_path)
     paged, verify = runner._paged, runner._graphs.verify
@@ -121,19 +121,20 @@ def _step(spans: list[Span], paged: PagedModel, chance: random.Random, all_rows:
 
 
 def test_tokens_that_a_graph_samples_are_those_of_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with guesses are launched, whatever options their sequences have."""
+    """Steps with draft tokens are launched, whatever options their sequences have."""
     runner, config = runner_of("qwen3-8b", tmp_path)
     assert runner._graphs.verify is not None
     launched: list[int] = []
-    launch_check = runner.launch_check
+    execute_async = runner.execute_async
 
-    def noted(step: Step) -> LaunchedStep | None:
-        found = launch_check(step)
-        assert found is not None
-        launched.append(len(step.chunks))
+    def noted(step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
+        found = execute_async(step, previous)
+        if step.drafts:
+            assert found is not None
+            launched.append(len(step.chunks))
         return found
 
-    monkeypatch.setattr(runner, "launch_check", noted)
+    monkeypatch.setattr(runner, "execute_async", noted)
     found = []
     several: list[dict[str, Any]] = [
         {},
@@ -145,7 +146,7 @@ def test_tokens_that_a_graph_samples_are_those_of_its_logits(tmp_path: Path, mon
         asked = [make_request([5 + i, 9, 7] * 10, max_tokens=60, **options) for i in range(3)]
         found.append((asked, answers(runner, config, "lookup", asked)[0]))
     assert launched
-    monkeypatch.setattr(runner, "launch_check", lambda step: None)
+    monkeypatch.setattr(runner, "execute_async", lambda *given: None if given[0].drafts else execute_async(*given))
     for asked, tokens_found in found:
         assert answers(runner, config, "lookup", asked)[0] == tokens_found
 
@@ -182,7 +183,7 @@ def drafted(runner: ModelRunner, config: EngineConfig) -> tuple[list[list[int]],
     return expected, got, engine
 
 
-def test_a_draft_model_has_graphs_and_guesses_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_model_has_graphs_and_is_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runner, config = drafting_runner(tmp_path)
     model = runner.draft_model
     assert model is not None
@@ -200,7 +201,7 @@ def test_a_draft_model_has_graphs_and_guesses_right(tmp_path: Path, caplog: pyte
     assert not [record for record in caplog.records if "draft model fails" in record.message]
 
 
-def test_guesses_in_graphs_are_those_without(tmp_path: Path) -> None:
+def test_draft_tokens_in_graphs_are_those_without(tmp_path: Path) -> None:
     runner, config = drafting_runner(tmp_path)
     model = runner.draft_model
     assert model is not None
@@ -220,7 +221,7 @@ def test_a_draft_model_with_batch_invariant(tmp_path: Path) -> None:
     assert sum(engine.stats().accepted_by_place) > 0
 
 
-def test_guesses_laid_out_on_the_device_are_those_laid_out_by_the_host(
+def test_draft_tokens_laid_out_on_the_device_are_those_laid_out_by_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, config = drafting_runner(tmp_path)

@@ -1,11 +1,11 @@
-"""The suffix automaton against brute force, and what guessers make of it."""
+"""The suffix automaton against brute force, and what a proposer makes of it."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.speculation.guesser import Guesser
+from server.engine.speculation.lookup import LookupProposer
 from server.engine.speculation.suffixes import SuffixIndex
 
 
@@ -48,17 +48,17 @@ def test_a_long_text_costs_a_state_or_two_a_token() -> None:
     assert len(index._lengths) == len(index._links) == len(index._next) == len(index._ends)
 
 
-def followed(prompt: list[int], answer: list[int]) -> Guesser:
-    guesser = Guesser(len(prompt))
+def followed(prompt: list[int], answer: list[int]) -> LookupProposer:
+    proposer = LookupProposer(len(prompt))
     tokens = prompt + answer
-    assert guesser.follow(tokens, len(tokens), len(tokens)) == len(tokens)
-    return guesser
+    assert proposer.follow(tokens, len(tokens), len(tokens)) == len(tokens)
+    return proposer
 
 
 def test_what_was_right_lately_is_trusted_and_what_was_wrong_is_not() -> None:
     text = list(range(10, 40))
     copying = followed(text, text[:20])
-    assert copying.guesses(4) == text[20:24]
+    assert copying.propose(4) == text[20:24]
     survival = copying.survival(4)
     assert survival == sorted(survival, reverse=True)
     assert survival[3] > 0.65
@@ -67,12 +67,12 @@ def test_what_was_right_lately_is_trusted_and_what_was_wrong_is_not() -> None:
     assert straying.survival(1)[0] < 0.1 < followed([1, 2, 5, 1, 2], []).survival(1)[0]
 
 
-def test_nothing_is_guessed_where_nothing_repeats() -> None:
-    guesser = followed([1, 2, 3], [4])
-    assert guesser.survival(3) == guesser.guesses(3) == []
+def test_nothing_is_proposed_where_nothing_repeats() -> None:
+    proposer = followed([1, 2, 3], [4])
+    assert proposer.survival(3) == proposer.propose(3) == []
 
 
 def test_a_long_prompt_is_followed_in_parts_and_unknown_tokens_are_left_out() -> None:
-    guesser, tokens = Guesser(10), [*range(10), -1]
-    assert [guesser.follow(tokens, 10, 4) for _ in range(4)] == [4, 4, 2, 0]
-    assert guesser.known == 10
+    proposer, tokens = LookupProposer(10), [*range(10), -1]
+    assert [proposer.follow(tokens, 10, 4) for _ in range(4)] == [4, 4, 2, 0]
+    assert proposer.known == 10

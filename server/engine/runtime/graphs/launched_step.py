@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from server.engine.runtime.sampling.sampler import LaunchedSample, ModelOutput, Sampled, Sampler
-from server.engine.scheduling.sequence import Sequence
+from server.engine.runtime.sampling.verification import sampled_sequences, verified
 from server.engine.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
@@ -47,23 +47,22 @@ class LaunchedStep:
         step: Step,
         output: ModelOutput,
         sampler: Sampler,
-        sequences: list[Sequence],
         read_before: bool = False,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """The step's forward pass has been launched; a token is sampled for each of sequences.
+        """The step's forward pass has been launched.
 
         read_before: whether the tokens of the step before have been read. waiting: entered while read() waits.
         """
         self.step = step
         self._output = output
         self._sampler = sampler
-        self._sequences = sequences
+        self._sequences = sampled_sequences(step)
         self._waiting = waiting
         self._launched: LaunchedSample | None = None
         # A grammar's mask follows from the last step's token, which the host has to know.
         if read_before or not step.is_constrained:
-            self._launched = sampler.launch(output, sequences)
+            self._launched = sampler.launch(output, self._sequences)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -87,7 +86,9 @@ class LaunchedStep:
         return self._launched is not None
 
     def read(self) -> list[Sampled]:
-        """Wait for the tokens; one result for each sequence that they are sampled for."""
+        """Wait for the tokens; one result for each of step.sampled."""
         assert self._launched is not None
         with self._waiting():
-            return self._launched.read()
+            results = self._launched.read()
+        self.step.read_drafts()
+        return verified(self.step, results)

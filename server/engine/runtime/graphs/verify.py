@@ -1,4 +1,4 @@
-"""Steps that check guesses as CUDA graphs: decode graphs in which tokens may be of one sequence."""
+"""Steps with draft tokens as CUDA graphs: decode graphs in which tokens may be of one sequence."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from server.engine.runtime.graphs.pool import GraphPool
 from server.engine.runtime.sampling.sampler import ModelOutput
 
 SIZES = (2, 4, 8, 16, 32, 64)
-"""Tokens of a step, guesses and all. GEMMs cost the same for one token as for eight, and little more for 16."""
+"""Tokens of a step, draft tokens and all. GEMMs cost the same for one token as for eight, and little more for 16."""
 
 
 class VerifyGraphs(DecodeGraphs):
-    """Replays steps of known tokens and guesses, each as a sequence of one token whose neighbours it sees.
+    """Replays steps of newest tokens and draft tokens, each as a sequence of one token whose neighbours it sees.
 
     In every layer a token attends to those of its sequence in front of it, too. So a graph's size is its number of tokens,
     however they are divided among sequences.
@@ -39,11 +39,12 @@ class VerifyGraphs(DecodeGraphs):
         self._block_size = block_size
 
     def fits(self, batch: Batch) -> bool:
-        """Whether the logits of all tokens of batch are wanted, and a graph is large enough."""
-        return batch.sampled_rows.shape[0] == batch.num_tokens <= self._largest
+        """Whether the logits of all tokens of batch are wanted, in order, and a graph is large enough."""
+        count = batch.num_tokens
+        return count <= self._largest and torch.equal(batch.sampled_rows, torch.arange(count))
 
     def run(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> ModelOutput:
-        """See DecodeGraphs.run(); batch: as step_input() or check_batch() makes it."""
+        """See DecodeGraphs.run(); tokens of batch may be of one sequence."""
         if batch.num_single < batch.num_tokens:
             _, batch = next(in_groups(batch, self._block_size, self._largest))
         return super().run(batch, newest, source)

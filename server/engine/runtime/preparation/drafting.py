@@ -77,7 +77,7 @@ class DraftPreparation:
         progress: Progress,
         layers: Sequence[DecoderLayer],
     ) -> DraftGraphs:
-        """Capture steps of as many sequences as may have guesses together."""
+        """Capture steps of as many sequences as may have draft tokens together."""
         # The device's copy of the block tables has a row for each running sequence.
         rows = sequence_limit(self._config, paged.device, limits.num_blocks * self._config.block_size)
         sizes = [1, *(size for size in SIZES if size < max(SIZES))]

@@ -57,7 +57,7 @@ def decode_forms(layers: Sequence[DecoderLayer], sizes: Sequence[int], dtype: to
 
 
 def verify_sizes(config: EngineConfig) -> list[int]:
-    """Tokens of the steps with guesses that get graphs; with batch_invariant these go through its one decode graph."""
+    """Tokens of the steps with draft tokens that get graphs; with batch_invariant these go through its one decode graph."""
     return [] if config.speculation == "off" or config.batch_invariant else list(SIZES)
 
 
@@ -69,7 +69,7 @@ def capture_verify(
     decode: DecodeGraphs,
     progress: Progress,
 ) -> VerifyGraphs | None:
-    """Capture steps with guesses of these sizes, in tokens; None, with a warning, where that fails or the logits differ.
+    """Capture steps with draft tokens of these sizes, in tokens; None, with a warning, if that fails or logits differ.
 
     Call in inference mode.
     """
@@ -91,7 +91,7 @@ def capture_verify(
 
     failed = failure(attempt)
     if failed is not None:
-        logger.warning("steps with guesses run without CUDA graphs, more slowly: %s", failed)
+        logger.warning("steps with draft tokens run without CUDA graphs, more slowly: %s", failed)
     return graphs if agreed(failed is None) else None
 
 

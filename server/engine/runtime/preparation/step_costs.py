@@ -1,4 +1,4 @@
-"""The time of steps by their number of tokens, measured at the start, by which guesses are planned (speculation)."""
+"""The time of steps by their number of tokens, measured at the start, by which draft tokens are planned (speculation)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def measure_steps(
         groups = {INVARIANT_ROWS: _of_groups(graphs.decode, steps, paged.block_size, INVARIANT_ROWS)}
         return StepCosts(groups, drafting=drafting)
     if graphs.decode is not None and graphs.verify is not None:
-        checking, plain = _of_graphs(graphs.decode, graphs.verify, steps, paged.block_size, limits)
-        return StepCosts(checking, plain, drafting)
+        verifying, plain = _of_graphs(graphs.decode, graphs.verify, steps, paged.block_size, limits)
+        return StepCosts(verifying, plain, drafting)
     sizes = [size for size in _SIZES if size <= limits.max_model_len]
     return StepCosts(_least(steps.run, sizes, _REPEATS), drafting=drafting)
 
@@ -51,19 +51,19 @@ def draft_times(paged: PagedModel, limits: ModelLimits, decode: DecodeGraphs | N
 def _of_graphs(
     decode: DecodeGraphs, verify: VerifyGraphs, steps: TrialSteps, block_size: int, limits: ModelLimits
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Measure steps with guesses and steps without: their seconds by size.
+    """Measure steps with draft tokens and steps without: their seconds by size.
 
-    With guesses the time until the tokens are read counts. Without, steps are scheduled asynchronously, so the device's
+    With draft tokens the time until the tokens are read counts. Without, steps are scheduled asynchronously, so the device's
     time counts.
     """
     sizes = [size for size in SIZES if size <= limits.max_model_len]
 
-    def checked(size: int) -> torch.Tensor:
+    def verified(size: int) -> torch.Tensor:
         return verify.run(steps.first_chunk(size)).logits
 
-    checking = _least(checked, sizes, _REPLAYS)
+    verifying = _least(verified, sizes, _REPLAYS)
     plain_sizes = [size for size in decode.sizes if size <= sizes[-1]]
-    return checking, {size: _of_groups(decode, steps, block_size, size) for size in plain_sizes}
+    return verifying, {size: _of_groups(decode, steps, block_size, size) for size in plain_sizes}
 
 
 def _of_groups(decode: DecodeGraphs, steps: TrialSteps, block_size: int, size: int) -> float:

@@ -31,6 +31,8 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     embedding: bytes | None = None
     """The hidden state of a sequence that embeds: float32 little-endian."""
+    accepted: tuple[Sampled, ...] = ()
+    """The draft tokens that were sampled, too; `token` is then the bonus token behind them."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The device's part of speculation: a draft model's steps, guesses that the host has not read, and their verification."""
+"""The device's part of speculation: a draft model's steps, and draft tokens that the host has not read."""

@@ -1,7 +1,7 @@
-"""The draft model: a second, smaller model that guesses the next tokens of the first one's sequences (speculation).
+"""The draft model: a second, smaller model that proposes the next tokens of the first one's sequences (speculation).
 
 Its keys and values lie in the sequences' own KV blocks, in a cache of its own that has as many: block 7 of a sequence
-holds the same tokens for both models. A guess is sampled as the model itself would sample that token, with the same
+holds the same tokens for both models. A draft token is sampled as the model itself would sample it, with the same
 uniform number, so that two models which agree on a distribution agree on the token.
 """
 
@@ -21,11 +21,10 @@ from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.ops import largest_of_rows, sample_by_table
 from server.engine.runtime.sampling.random_rows import RandomRows
 from server.engine.runtime.sampling.sampler import ModelOutput
-from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
+from server.engine.runtime.speculation.launched_drafts import LaunchedDrafts
 from server.engine.runtime.step_input import StepInput
 from server.engine.runtime.trials import first_line
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
-from server.engine.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +44,13 @@ class DraftGraphs:
 
     decode: DecodeGraphs
     verify: VerifyGraphs | None
-    """They make the first guess where the draft model has yet to compute tokens in front of the newest one."""
+    """They find the first draft token where the draft model has yet to compute tokens in front of the newest one."""
 
 
 class DraftModel:
-    """A prepared model that guesses for another model's sequences, greedy or with their own temperatures and filters.
+    """A prepared model that proposes tokens for another one's sequences, greedy or with their temperatures and filters.
 
-    It knows neither adapters nor biases: these make its guesses worse, and no answer wrong.
+    It knows neither adapters nor biases: these make its draft tokens worse, and no answer wrong.
     """
 
     def __init__(self, paged: PagedModel, vocabulary: int, longest: int, graphs: DraftGraphs | None = None) -> None:
@@ -66,66 +65,55 @@ class DraftModel:
         """Tokens that it can compute of one sequence."""
 
     @torch.inference_mode()
-    def follow(self, parts: Items[tuple[Sequence, int]]) -> None:
-        """Compute that many more known tokens of each sequence, and add them to its num_drafted."""
-        chosen = [_Part(s, s.num_drafted, s.tokens[s.num_drafted : s.num_drafted + count]) for s, count in parts]
+    def follow(self, parts: Items[tuple[Sequence, int, int]]) -> bool:
+        """Compute tokens [start, end) of sequences, all of them known; False if that fails."""
         try:
-            self._paged.hidden_states(self._batch(chosen))
+            self._paged.hidden_states(self._batch([_Part(s, start, s.tokens[start:end]) for s, start, end in parts]))
         except torch.AcceleratorError:
             raise  # the device's context is lost
         except Exception as e:
             self._note_failure(e)
-            return
-        for part in chosen:
-            part.sequence.num_drafted = part.start + len(part.ids)
+            return False
+        return True
 
     @torch.inference_mode()
-    def guess(self, step: Step) -> None:
-        """Fill the places of step.guesses with guesses; where that fails, step.guesses is emptied.
+    def propose(self, asked: Items[tuple[Sequence, int, int]]) -> LaunchedDrafts | None:
+        """Sample draft tokens of sequences, all of whose tokens are known, without waiting for them; None if that fails.
 
-        On CUDA the guesses are launched only, and step.drafted has them. The sequences' num_drafted says then that all
-        their known tokens are computed.
+        asked: sequences, how many tokens of each this model has computed, and how many draft tokens are wanted.
         """
-        counts = {
-            chunk.sequence: len(step.guesses[chunk.sequence.request_id])
-            for chunk in step.chunks
-            if chunk.sequence.request_id in step.guesses
-        }
-        # Sequences with the most guesses come first, so that the others drop out at the end.
-        asked = sorted(counts, key=lambda sequence: -counts[sequence])
+        # Sequences with the most draft tokens come first, so that the others drop out at the end.
+        asked = sorted(asked, key=lambda one: -one[2])
+        parts = [_Part(sequence, computed, sequence.tokens[computed:]) for sequence, computed, _ in asked]
         try:
-            step.drafted = LaunchedGuesses(asked, self._guesses(asked, [counts[sequence] for sequence in asked]))
-            if self._graphs is None:
-                step.read_guesses()
+            return LaunchedDrafts([part.sequence for part in parts], self._columns(parts, [own[2] for own in asked]))
         except torch.AcceleratorError:
             raise  # the device's context is lost
         except Exception as e:
             self._note_failure(e)
-            step.guesses, step.drafted = {}, None
-            return
-        for sequence in asked:
-            sequence.num_drafted = len(sequence.tokens)
+            return None
 
     def _note_failure(self, error: Exception) -> None:
         # It may be asked again in every step.
         level = logging.DEBUG if self._has_failed else logging.WARNING
-        logger.log(level, "the draft model fails, and has no guesses: %s: %s", type(error).__name__, first_line(error))
+        logger.log(
+            level, "the draft model fails, and proposes nothing: %s: %s", type(error).__name__, first_line(error)
+        )
         self._has_failed = True
 
-    def _guesses(self, sequences: list[Sequence], counts: list[int]) -> list[torch.Tensor]:
-        """Sample counts[i] guesses for sequence i, in LaunchedGuesses' columns; counts must not rise."""
-        parts = [_Part(s, s.num_drafted, s.tokens[s.num_drafted :]) for s in sequences]
-        columns = [self._next(parts, 0, None)]
+    def _columns(self, parts: list[_Part], counts: list[int]) -> list[torch.Tensor]:
+        """Sample counts[i] tokens behind part i, in LaunchedDrafts' columns; counts must not rise."""
+        sequences, columns = [part.sequence for part in parts], [self._next(parts, 0, None)]
         for place in range(1, counts[0]):
             going = sequences[: sum(count > place for count in counts)]
             columns.append(self._following(going, place, columns[-1]))
         if self._paged.vocab_size > self._vocabulary:
-            # A token beyond the other model's vocabulary stands for a wrong guess.
+            # A token beyond the other model's vocabulary stands for one that is rejected.
             columns = [column.clamp(max=self._vocabulary - 1) for column in columns]
         return columns
 
     def _following(self, sequences: list[Sequence], place: int, newest: torch.Tensor) -> torch.Tensor:
-        """int64 [sequences]: the guess behind place guesses of each; newest: the guesses before, as of _next()."""
+        """int64 [sequences]: the draft token behind place others of each; newest: those before, as of _next()."""
         if self._graphs is not None and self._is_laid_out:
             found = self._graphs.decode.run_next(newest[: len(sequences)])
             if found is not None:
@@ -133,9 +121,9 @@ class DraftModel:
         return self._next([_Part(s, len(s.tokens) + place - 1, [PLACEHOLDER]) for s in sequences], place, newest)
 
     def _next(self, parts: list[_Part], place: int, newest: torch.Tensor | None) -> torch.Tensor:
-        """int64 [parts]: the token behind each part, the guess behind place guesses of its sequence.
+        """int64 [parts]: the token behind each part, the draft token behind place others of its sequence.
 
-        newest: the guesses before, of these sequences and perhaps of others behind them, which stand for the parts' ids.
+        newest: the draft tokens before, of these sequences and perhaps of more behind them, which stand for the parts' ids.
         """
         graphs, batch = self._graphs, self._batch(parts)
         own = None if newest is None else newest[: len(parts)]
@@ -150,7 +138,7 @@ class DraftModel:
         return self._sampled(output, [part.sequence for part in parts], place)
 
     def _sampled(self, output: ModelOutput, sequences: list[Sequence], place: int) -> torch.Tensor:
-        """int64 [sequences]: tokens for the place behind place guesses of each; the next replay leaves them as they are."""
+        """int64 [sequences]: the token behind place draft tokens of each; the next replay leaves them as they are."""
         _, tokens = output.greedy or largest_of_rows(output.logits)
         table = RandomRows(sequences, self._paged.vocab_size).table(shift=place)
         return tokens.clone() if table is None else sample_by_table(output.logits, table, tokens)

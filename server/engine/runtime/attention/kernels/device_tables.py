@@ -74,7 +74,7 @@ class DeviceTables:
         """Take what the copy lacks: int64 [2, new], places in the flat copy and their blocks. It counts as copied then."""
         tables, rows = spans.tables, spans.rows
         if len(rows) > 1:
-            # Each token of a step with guesses is a span, beside those of the same sequence.
+            # Each token of a step with draft tokens is a span, beside those of the same sequence.
             differs = np.empty(len(rows), bool)
             differs[0] = True
             np.not_equal(rows[1:], rows[:-1], out=differs[1:])

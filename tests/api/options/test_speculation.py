@@ -1,4 +1,4 @@
-"""A server that speculates by lookup: the same answers as one that does not, in every form, and what it says of guesses."""
+"""A server that speculates by lookup: the same answers in every form as one that does not, and what it says of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import start_server
 pytestmark = pytest.mark.rest
 
 TEXT = "one fish, two fish, red fish, blue fish, " * 4
-# Copying is worth guessing on any machine.
+# Copying is worth speculation on any machine.
 AGAIN: dict[str, Any] = {
     "model": MODEL,
     "messages": user(f"Repeat this text again and again, word for word: {TEXT}"),
@@ -28,8 +28,8 @@ AGAIN: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def guessing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    folder: Path = tmp_path_factory.mktemp("guessing")
+def speculating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder: Path = tmp_path_factory.mktemp("speculating")
     (folder / "config.yaml").write_text("engine: {speculation: lookup}\n")
     with (
         start_server(folder / "log", "--config", str(folder / "config.yaml")) as running,
@@ -49,12 +49,12 @@ def counted(client: httpx.Client, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if re.match(rf"nf4_spec_decode_num_{name}_total[{{ ]", line))
 
 
-def ask_until_guessed(
+def ask_until_accepted(
     client: httpx.Client, path: str = "/v1/chat/completions", **body: Any
 ) -> tuple[Any, tuple[float, float]]:
-    """An answer for which some guess was right, and how many guesses the metrics count for it and how many of them right.
+    """An answer with accepted draft tokens, how many draft tokens the metrics count for it, and how many accepted ones.
 
-    On a busy machine guesses may cost more than they save for a while, and then none is made.
+    On a busy machine draft tokens may cost more than they save for a while, and then there are none.
     """
     for _ in range(30):
         before = counted(client, "draft_tokens"), counted(client, "accepted_tokens")
@@ -62,7 +62,7 @@ def ask_until_guessed(
         after = counted(client, "draft_tokens"), counted(client, "accepted_tokens")
         if after[1] > before[1]:
             return answer, (after[0] - before[0], after[1] - before[1])
-    pytest.fail("no guess was right where a text repeats itself")
+    pytest.fail("no draft token was accepted where a text repeats itself")
 
 
 def streamed(client: httpx.Client, **body: Any) -> tuple[str, dict[str, Any]]:
@@ -76,33 +76,35 @@ def streamed(client: httpx.Client, **body: Any) -> tuple[str, dict[str, Any]]:
     return text, last
 
 
-def test_answers_are_those_without_and_say_how_guesses_fared(http: httpx.Client, guessing: httpx.Client) -> None:
+def test_answers_are_those_without_and_say_how_many_were_accepted(
+    http: httpx.Client, speculating: httpx.Client
+) -> None:
     plain = ask(http, **AGAIN)
-    guessed, (drafted, accepted) = ask_until_guessed(guessing, **AGAIN)
-    (expected,), (got,) = plain["choices"], guessed["choices"]
+    drafted_answer, (drafted, accepted) = ask_until_accepted(speculating, **AGAIN)
+    (expected,), (got,) = plain["choices"], drafted_answer["choices"]
     assert got["message"] == expected["message"]
     assert got["finish_reason"] == expected["finish_reason"]
     timings = got["timings"]
     assert timings["draft_tokens"] >= timings["accepted_tokens"] > 0
     assert (expected["timings"]["draft_tokens"], expected["timings"]["accepted_tokens"]) == (0, 0)
-    assert guessed["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
-    assert guessed["usage"]["completion_tokens_details"] == {
+    assert drafted_answer["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+    assert drafted_answer["usage"]["completion_tokens_details"] == {
         "reasoning_tokens": 0,
         "accepted_prediction_tokens": timings["accepted_tokens"],
         "rejected_prediction_tokens": timings["draft_tokens"] - timings["accepted_tokens"],
     }
     assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
     assert (timings["draft_tokens"], timings["accepted_tokens"]) == (drafted, accepted)
-    assert counted(guessing, "accepted_tokens_per_pos") == counted(guessing, "accepted_tokens")
+    assert counted(speculating, "accepted_tokens_per_pos") == counted(speculating, "accepted_tokens")
 
 
-def test_streams_stop_strings_choices_and_log_probabilities(http: httpx.Client, guessing: httpx.Client) -> None:
+def test_streams_stop_strings_choices_and_log_probabilities(http: httpx.Client, speculating: httpx.Client) -> None:
     whole = ask(http, **AGAIN)["choices"][0]["message"]["content"]
     stop = whole[len(whole) // 2 : len(whole) // 2 + 6]
     for options in ({}, {"stop": [stop]}, {"max_tokens": 23}):
         body = AGAIN | options
-        expected, got = (ask(client, **body)["choices"][0] for client in (http, guessing))
-        text, last = streamed(guessing, **body)
+        expected, got = (ask(client, **body)["choices"][0] for client in (http, speculating))
+        text, last = streamed(speculating, **body)
         assert got["message"] == expected["message"]
         assert text == expected["message"]["content"]
         assert got["finish_reason"] == last["finish_reason"] == expected["finish_reason"]
@@ -110,20 +112,20 @@ def test_streams_stop_strings_choices_and_log_probabilities(http: httpx.Client, 
     body = AGAIN | {"n": 3, "temperature": 0.4, "seed": 5, "logprobs": True, "top_logprobs": 2, "max_tokens": 30}
     # Of one server: the other one's layers are compiled, and in fixed point (docs/adr/0027-fixed-point-on-cpu.md) what these
     # round differently moves log-probabilities by 3e-4, so that a sampled token may be another one.
-    expected, got = (ask(guessing, **body, speculation=way)["choices"] for way in (False, True))
+    expected, got = (ask(speculating, **body, speculation=way)["choices"] for way in (False, True))
     for one, other in zip(expected, got, strict=True):
         assert other["message"] == one["message"]
         assert [e["token"] for e in other["logprobs"]["content"]] == [e["token"] for e in one["logprobs"]["content"]]
 
 
-def test_a_request_may_do_without(guessing: httpx.Client) -> None:
-    before = counted(guessing, "draft_tokens")
+def test_a_request_may_do_without(speculating: httpx.Client) -> None:
+    before = counted(speculating, "draft_tokens")
     text = {"model": MODEL, "prompt": TEXT, "max_tokens": 30, "temperature": 0, "speculation": False}
-    answers = [ask(guessing, **AGAIN, speculation=False), ask(guessing, "/v1/completions", **text)]
+    answers = [ask(speculating, **AGAIN, speculation=False), ask(speculating, "/v1/completions", **text)]
     document = {"model": MODEL, "input": AGAIN["messages"][0]["content"], "max_output_tokens": 30, "temperature": 0}
-    ask(guessing, "/v1/responses", **document, speculation=False)
-    assert counted(guessing, "draft_tokens") == before
+    ask(speculating, "/v1/responses", **document, speculation=False)
+    assert counted(speculating, "draft_tokens") == before
     assert answers[0]["choices"][0]["timings"]["draft_tokens"] == 0
-    ask_until_guessed(guessing, "/v1/completions", **(text | {"speculation": True}))
-    wrong = guessing.post("/v1/chat/completions", json=AGAIN | {"speculation": "no"})
+    ask_until_accepted(speculating, "/v1/completions", **(text | {"speculation": True}))
+    wrong = speculating.post("/v1/chat/completions", json=AGAIN | {"speculation": "no"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "speculation")

@@ -1,4 +1,4 @@
-"""Guesses that have been launched and that the host has not read."""
+"""Draft tokens that have been launched and that the host has not read."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import itertools
 import torch
 
 from server.engine.scheduling.sequence import Sequence
-from server.engine.scheduling.step import Step
+from server.engine.scheduling.step import Drafts, Step
 
 
-class LaunchedGuesses:
-    """Guesses that a draft model samples on its device."""
+class LaunchedDrafts:
+    """Draft tokens that a draft model samples on its device."""
 
     def __init__(self, sequences: list[Sequence], columns: list[torch.Tensor]) -> None:
-        """columns: int64, the first guess of every sequence, the second of the first len(columns[1]) sequences, ..."""
+        """columns: int64, the first token of every sequence, the second of the first len(columns[1]) sequences, ..."""
         self.tokens = torch.cat(columns)
         """int64, on the device: all columns, one after another."""
         self._sequences = sequences
         self._lengths = [len(column) for column in columns]
-        # Copied at once, so that they are on the host when the step that checks them has ended.
+        # Copied at once, so that they are on the host when the step that verifies them has ended.
         self._copied, self._done = self.tokens, None
         if self.tokens.is_cuda:
             self._copied = torch.empty_like(self.tokens, device="cpu", pin_memory=True)
@@ -28,20 +28,18 @@ class LaunchedGuesses:
             self._done.record()
 
     def source(self, step: Step) -> list[int]:
-        """For each token of a step, the place in tokens of the guess that it is, or 0."""
+        """For each token of a step that decodes, the place in tokens of the draft token that it is, or 0."""
         index = {sequence.request_id: place for place, sequence in enumerate(self._sequences)}
         found: list[int] = []
         for chunk in step.chunks:
             found.append(0)
-            name = chunk.sequence.request_id
-            count = len(step.guesses.get(name, ()))
-            if count:
-                own = index[name]
-                found += [begin + own for begin in itertools.accumulate(self._lengths[: count - 1], initial=0)]
+            if chunk.draft_tokens:
+                own, lengths = index[chunk.sequence.request_id], self._lengths[: len(chunk.draft_tokens) - 1]
+                found += [begin + own for begin in itertools.accumulate(lengths, initial=0)]
         return found
 
-    def read(self) -> dict[str, list[int]]:
-        """Wait for the guesses, by request id; a step may check fewer of them."""
+    def read(self) -> Drafts:
+        """Wait for the draft tokens; a step may verify fewer of them."""
         found: list[list[int]] = [[] for _ in self._sequences]
         if self._done is not None:
             self._done.synchronize()

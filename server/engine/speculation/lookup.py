@@ -1,4 +1,4 @@
-"""One sequence's guesses: the tokens that followed its newest tokens earlier in its text, and how likely they are right."""
+"""One sequence's draft tokens by lookup: what followed its newest tokens earlier in its text, and how likely it is right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STEPS = (1, 2, 3, 4, 6, 9, 14, 22)
 # the embedded model's answers to bench.speculation.texts' tasks.
 _PRIORS = (0.2, 0.4, 0.5, 0.65, 0.75, 0.82, 0.9, 0.95)
 _CLASS = tuple(sum(length >= step for step in _STEPS) for length in range(_LONGEST + 1))
-# Their places among the rates for a suffix of some length and the longer ones that right guesses make of it.
+# Their places among the rates for a suffix of some length and the longer ones that accepted tokens make of it.
 _LATER = tuple(tuple(_CLASS[min(length + more, _LONGEST)] for more in range(16)) for length in range(_LONGEST + 1))
 _LEARNING_RATE = 1 / 8
 # What is less likely than this adds nothing that counts.
@@ -19,7 +19,7 @@ _UNLIKELY = 0.01
 
 
 class _Rates:
-    """The share of guesses that were right lately, by the length of the suffix."""
+    """The share of draft tokens that were right lately, by the length of the suffix."""
 
     def __init__(self) -> None:
         self._rates = [0.0, *_PRIORS]
@@ -29,7 +29,7 @@ class _Rates:
         self._rates[kind] += (right - self._rates[kind]) * _LEARNING_RATE
 
     def survival(self, match: int, count: int) -> list[float]:
-        """How likely it is, for each of up to 16 guesses behind a suffix, that it and all before it are right."""
+        """How likely it is, for each of up to 16 draft tokens behind a suffix, that it and all before it are right."""
         together, found, rates = 1.0, [], self._rates
         for kind in _LATER[min(match, _LONGEST)][:count]:
             together *= rates[kind]
@@ -47,8 +47,8 @@ class _Rates:
         return total - rates[_LATER[min(match, _LONGEST)][0]] if unknown and total else total
 
 
-class Guesser:
-    """Follows a sequence's tokens. Whether a guess would have been right is counted at every token, guessed or not."""
+class LookupProposer:
+    """Follows a sequence's tokens. Whether a draft token would have been right counts at every token, proposed or not."""
 
     def __init__(self, num_prompt: int) -> None:
         self._num_prompt = num_prompt
@@ -71,13 +71,13 @@ class Guesser:
         return len(index.tokens) - begin
 
     def survival(self, count: int) -> list[float]:
-        """How likely it is, for each of the next count guesses, that it and all before it are right."""
+        """How likely it is, for each of the next count draft tokens, that it and all before it are accepted."""
         return self._rates.survival(self._index.match, count) if self._index.match else []
 
     def promise(self, unknown: int, count: int) -> float:
-        """How many tokens up to count guesses yield on average, where so many tokens, 0 or 1, in front are not known yet."""
+        """Mean number of accepted ones among up to count draft tokens; unknown: 1 if the newest token is not known yet."""
         return self._rates.promise(self._index.match, unknown, count) if self._index.match else 0.0
 
-    def guesses(self, count: int) -> list[int]:
-        """The next count tokens, as far as there is a guess."""
+    def propose(self, count: int) -> list[int]:
+        """The next count tokens, as far as there is a proposal."""
         return self._index.following(count)

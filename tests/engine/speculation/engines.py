@@ -31,9 +31,9 @@ from tests.engine.test_async_scheduling import AsyncRunner
 WAVE = 20
 # That of the embedded model, whose tokenizer the grammars need.
 VOCABULARY = 49152
-# Guesses cost nearly nothing, so there are many, and many wrong ones.
+# Draft tokens cost nearly nothing, so there are many, and many wrong ones.
 CHEAP = StepCosts({size: 1 + size / 1000 for size in range(1, 17)})
-# Guesses are worth it where they are likely right: steps with guesses and without take turns.
+# They are worth it where they are likely right: steps with draft tokens and without take turns.
 DEAR = StepCosts({size: 1 + size / 6 for size in range(1, 17)})
 DEAR_DRAFTS = StepCosts({size: 1 + size / 6 for size in range(1, 17)}, drafting={1: 0.1, 2: 0.25, 6: 0.38})
 GRAMMAR = '{"grammars": [{"lark_grammar": "start: /[a-c ]{4,40}/"}]}'
@@ -42,7 +42,7 @@ BYTES_PER_TOKEN = 768
 
 @dataclass(frozen=True)
 class ReadLater:
-    """Stands for a step with guesses that has been launched."""
+    """Stands for a step with draft tokens that has been launched."""
 
     step: Step
     results: list[Sampled]
@@ -55,12 +55,15 @@ class ReadLater:
 
 
 class LaunchingRunner(AsyncRunner):
-    """Launches steps, with guesses and without, as a GPU's runner does."""
+    """Launches steps, with draft tokens and without, as a GPU's runner does."""
 
-    launched_guesses = 0
+    launched_drafts = 0
 
-    def launch_check(self, step: Step) -> LaunchedStep | None:
-        self.launched_guesses += 1
+    def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
+        if not step.drafts:
+            return super().execute_async(step, previous)
+        assert previous is None
+        self.launched_drafts += 1
         # As on a GPU, what happens until the tokens are read changes nothing that the step computes.
         return cast(LaunchedStep, ReadLater(step, self.execute(step)))
 
@@ -124,7 +127,7 @@ def some_prompt(chance: random.Random, others: list[list[int]]) -> list[int]:
 
 
 def some_options(chance: random.Random) -> dict[str, Any]:
-    """Options of a request; about half of them are such that guesses come true."""
+    """Options of a request; about half of them are such that draft tokens come true."""
     options: dict[str, Any] = {
         "max_tokens": chance.choice([1, 2, 15, 40, 60]),
         "temperature": chance.choice([0.0, 0.0, 0.0, 0.2, 0.5, 0.7]),
