@@ -13,9 +13,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+from bitsandbytes import matmul_4bit
 from bitsandbytes.functional import dequantize_blockwise, quantize_4bit
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import nf4_kernels
@@ -82,6 +84,15 @@ def test_enable_and_disable_swap_the_forward_and_can_be_repeated() -> None:
     nf4_kernels.disable()
     nf4_kernels.disable()
     assert Linear4bit.forward is original
+
+
+def test_what_vllm_calls_goes_through_the_op_that_is_replaced_on_cuda() -> None:
+    """vLLM's layers call matmul_4bit() with a slice of the packed weight, transposed."""
+    packed, state = quantize_4bit(torch.randn(256, 128, dtype=torch.bfloat16), blocksize=64, quant_type="nf4")
+    for tokens in (1, 40):
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            matmul_4bit(torch.randn(tokens, 128, dtype=torch.bfloat16), packed[:].t(), state)
+        assert "bitsandbytes::gemm_4bit" in {event.name for event in profiled.events()}
 
 
 def test_a_saved_model_has_bitsandbytes_layout_while_enabled(tmp_path: Path, enabled: None) -> None:
