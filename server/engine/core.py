@@ -65,6 +65,7 @@ class Engine:
             config.enable_prefix_caching and (runner.states is None or self._snapshots is not None),
             self._pace,
             self._snapshots,
+            () if runner.states is None else runner.states.backups,
         )
         self._eos = frozenset(limits.eos_token_ids)
         self._outputs = OutputBuilder(self._runner.kernel_times)

@@ -19,7 +19,7 @@ from nf4_kernels.format import Weight
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.loading import load_model
-from server.checkpoint.states import STATE_TYPES
+from server.checkpoint.states import STATE_TYPES, check_hybrid
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
@@ -205,10 +205,17 @@ def test_random_weights_for_benchmarks(tmp_path: Path) -> None:
     assert [len(tokens(outputs[request.request_id])) for request in requests] == [NEW_TOKENS] * len(PROMPTS)
 
 
+def test_lookup_on_a_gpu_is_refused(tmp_path: Path) -> None:
+    config, engine = config_of("qwen3_5_text", **MODELS["qwen3_5_text"]), EngineConfig(speculation="lookup")
+    check_hybrid(tmp_path, config, engine, "cpu")
+    with pytest.raises(CheckpointError, match=r"do not work with engine\.speculation lookup on a GPU"):
+        check_hybrid(tmp_path, config, engine, "cuda")
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"speculation": "lookup"}, "engine.speculation lookup"),
+        ({"speculation": "draft", "draft_model": "another"}, "engine.speculation draft"),
         ({"batch_invariant": True}, "engine.batch_invariant"),
     ],
 )

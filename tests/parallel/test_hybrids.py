@@ -26,8 +26,9 @@ from server.types import GenerateRequest, RequestOutput
 from tests.adapters import save_adapter, with_adapter
 from tests.checkpoint.layouts import CPU, config_of, reference_model, save_nf4
 from tests.checkpoint.test_hybrids import MODELS, SKIPPED, made
-from tests.engine.factories import make_request, run_together
+from tests.engine.factories import fix_costs, make_request, run_together
 from tests.engine.scored import check_outputs, check_scored
+from tests.engine.speculation.engines import CHEAP
 from tests.moe_checkpoints import is_projection, save_moe
 from tests.nf4_kernels.weights import FIXED_POINT
 from tests.parallel.rank import EAGER, answers, answers_of_ranks, check_same, prompts_of
@@ -192,6 +193,21 @@ def test_adapters_on_several_ranks(saved: tuple[Path, PreTrainedModel], tmp_path
         oracle = reference if name is None else with_adapter(copy.deepcopy(reference), tmp_path / "a")
         for prompt in prompts:
             check_outputs(oracle, prompt, outputs[f"{name} {len(prompt)}"], TOLERANCE)
+
+
+@pytest.mark.rest
+def test_speculation_on_several_ranks(saved: tuple[Path, PreTrainedModel]) -> None:
+    """Every rank keeps the states from before draft tokens, and goes back to them."""
+    folder, reference = saved
+    prompts = [[5, 6, 7, 8] * count for count in (3, 9, 14)]
+    with engine_of(folder, speculation="lookup") as engine:
+        fix_costs(engine, CHEAP)
+        requests = [make_request(prompt, max_tokens=30, ignore_eos=True, logprobs=0) for prompt in prompts]
+        outputs = run_together(engine, *requests)
+        stats = engine.stats()
+    assert stats.draft_tokens > sum(stats.accepted_by_place)
+    for request in requests:
+        check_outputs(reference, request.prompt_token_ids, outputs[request.request_id], TOLERANCE)
 
 
 def test_states_are_divided(tmp_path: Path) -> None:

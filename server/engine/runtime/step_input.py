@@ -41,7 +41,7 @@ class StepInput:
     hidden: bool = False
     """Whether final hidden states are wanted in the place of logits."""
     restored: Copies = ()
-    """Slots of states to copy before the step: from a snapshot, to a sequence."""
+    """Slots of states to copy before the step: from a snapshot to a sequence, from one with draft tokens to its backup."""
     saved: Copies = ()
     """Slots of states to copy after the step: from a sequence, to a snapshot."""
 
@@ -85,8 +85,12 @@ def _input_of(chunks: Sequence[Chunk]) -> StepInput:
     if any(sequence.images is not None for sequence in sequences):
         offsets = np.array([0 if s.images is None else s.images.offset for s in sequences], np.int64)
         images = image_rows(chunks, starts, lengths)
+    kept = [(chunk.sequence.row, chunk.sequence.backup) for chunk in chunks if chunk.draft_tokens]
     copies = (
-        [(chunk.restored, chunk.sequence.row) for chunk in chunks if chunk.restored >= 0],
+        [
+            *((chunk.restored, chunk.sequence.row) for chunk in chunks if chunk.restored >= 0),
+            *((row, backup) for row, backup in kept if backup >= 0),
+        ],
         [(chunk.sequence.row, chunk.saved) for chunk in chunks if chunk.saved >= 0],
     )
     return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, False, *copies)

@@ -37,9 +37,10 @@ class Scheduler:
         prefix_caching: bool = False,
         pace: PrefillPace | None = None,
         snapshots: Snapshots | None = None,
+        backups: abc.Sequence[int] = (),
     ) -> None:
         """pace: bounds the tokens of prompts in steps in which other sequences decode. snapshots: of the states of a model
-        that has some; prefix_caching needs them then.
+        that has some; prefix_caching needs them then. backups: slots of states by the sequences' rows, for speculation.
         """
         if blocks.num_blocks * blocks.block_size < max_model_len:
             raise ValueError(
@@ -56,6 +57,7 @@ class Scheduler:
         self._prefix_caching = prefix_caching
         self.pace = pace
         self._snapshots = snapshots
+        self._backups = backups
         if snapshots is not None:
             # Blocks without a state at their end are of no use, and the other way round.
             blocks.on_forget = snapshots.forget
@@ -191,6 +193,7 @@ class Scheduler:
                 if sequence.phase is not finished and sequence.tokens[-1] == PLACEHOLDER:
                     if chunk.draft_tokens:
                         sequence.accept(chunk.draft_tokens[: chunk.num_accepted], token)
+                        self._roll_back(chunk)
                     else:
                         sequence.resolve(token)
             # There is no call for most of a thousand sequences.
@@ -198,6 +201,13 @@ class Scheduler:
                 naming and sequence.num_computed >= (sequence.num_named + 1) * block_size
             ):
                 self._settle(sequence)
+
+    def _roll_back(self, chunk: Chunk) -> None:
+        """Have a sequence whose states have seen rejected draft tokens compute the others again, from the states before."""
+        sequence = chunk.sequence
+        rejected = chunk.num_accepted < len(chunk.draft_tokens)
+        if rejected and sequence.backup != NO_SLOT and sequence.phase is Phase.RUNNING:
+            sequence.num_computed, sequence.snapshot = chunk.start, sequence.backup
 
     def _settle(self, sequence: Sequence) -> None:
         """Name the KV blocks of a sequence that are full, and remove it if it has ended."""
@@ -246,13 +256,13 @@ class Scheduler:
     def _add_prefill(self, step: Step, sequence: Sequence, budget: int) -> int:
         """Step.add_prefill(), of a chunk that ends where a snapshot of states is to be taken."""
         snapshots, start = self._snapshots, sequence.num_computed
-        if snapshots is None:
-            return step.add_prefill(sequence, budget)
-        place = snapshots.place_after(sequence)
+        place = None if snapshots is None else snapshots.place_after(sequence)
         length = step.add_prefill(sequence, budget if place is None else min(budget, place - start))
         if length:
-            restored, sequence.snapshot = sequence.snapshot, NO_SLOT
-            step.copy_states(restored, snapshots.take_for(sequence, place) if start + length == place else NO_SLOT)
+            (restored, sequence.snapshot), saved = (sequence.snapshot, NO_SLOT), NO_SLOT
+            if snapshots is not None and place == start + length:
+                saved = snapshots.take_for(sequence, place)
+            step.copy_states(restored, saved)
         return length
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -284,6 +294,8 @@ class Scheduler:
             self.prefix_hits += sequence.num_cached
         self._blocks.grow(sequence.blocks, len(sequence.tokens))
         sequence.take_row(self._tables)
+        if self._backups:
+            sequence.backup = self._backups[sequence.row]
         sequence.phase = Phase.RUNNING
         self._running.add(sequence)
         return True

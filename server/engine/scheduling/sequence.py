@@ -129,7 +129,9 @@ class Sequence:
     draft_tokens: tuple[int, ...] = ()
     """What such a one has behind its tokens."""
     snapshot = -1
-    """The slot of the snapshot of states that it begins with, until its first chunk has been scheduled; -1: none."""
+    """The slot of the states that it goes on from, until its next chunk has been scheduled; -1: its own."""
+    backup = -1
+    """The slot that keeps its states while draft tokens are verified; -1: it has no states."""
     saving: tuple[int, int] | None = None
     """Tokens at whose end a snapshot of its states is being taken, and the slot that gets it."""
     branch = 0

@@ -82,7 +82,7 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
         raise UnsupportedModelError(f"{type(other).__name__} has {names}, which no rule describes")
     kinds = [rule.kind for rule in found]
     slots = _slots(sum(kind.nbytes for kind in kinds), bytes_per_block, model, config)
-    pool = StatePool(kinds, slots.sequences, model.device, slots.snapshots)
+    pool = StatePool(kinds, slots.sequences, model.device, slots.snapshots, config.speculation != "off")
     mixers = {
         module: rule.mixer(module, pool, index) for index, (module, rule) in enumerate(zip(modules, found, strict=True))
     }
@@ -122,21 +122,24 @@ def state_slots(
     token: bytes of a token in the KV cache. usable: bytes for states and the KV cache; cache: of these the cache's, if that
     is fixed. Fewer sequences than wanted, down to 0, if states would leave them less than _KV_TOKENS each.
     """
-    snapshots, each = 0, float(state)
+    # A second one is kept while draft tokens are verified.
+    own = state * (1 if config.speculation == "off" else 2)
+    snapshots, share = 0, 0.0
     if config.enable_prefix_caching and config.state_snapshot_bytes is None:
-        each *= 1 + _SNAPSHOTS_OF_ONE
+        share = _SNAPSHOTS_OF_ONE
     elif config.enable_prefix_caching:
         snapshots = (config.state_snapshot_bytes or 0) // state
         usable -= snapshots * state
+    each = own + share * state
     if cache is None:
         # The longest sequence has to fit, too.
         longest = (config.max_model_len or _KV_TOKENS) * token
         several = min(usable / (each + _KV_TOKENS * token), (usable * _CERTAIN - longest) / each)
-        possible = int(max(several, min(1, (usable - longest) / state)))
+        possible = int(max(several, min(1, (usable - longest) / own)))
     else:
         possible = int((usable - cache) / each)
     count = min(wanted, max(0, possible))
-    return StateSlots(count, max(snapshots, int(count * (each / state - 1))))
+    return StateSlots(count, max(snapshots, int(count * share)))
 
 
 def _slots(state: int, bytes_per_block: int, model: PreTrainedModel, config: EngineConfig) -> StateSlots:

@@ -51,9 +51,14 @@ class StatePool:
     """
 
     def __init__(
-        self, kinds: Sequence[StateKind], max_num_seqs: int, device: torch.device, num_snapshots: int = 0
+        self,
+        kinds: Sequence[StateKind],
+        max_num_seqs: int,
+        device: torch.device,
+        num_snapshots: int = 0,
+        has_backups: bool = False,
     ) -> None:
-        """kinds: one for each layer that has a state, in order."""
+        """kinds: one for each layer that has a state, in order. has_backups: whether draft tokens are verified."""
         self.kinds = list(kinds)
         self.max_num_seqs = max_num_seqs
         self.device = device
@@ -62,6 +67,9 @@ class StatePool:
         count = running + num_snapshots
         self.snapshots = range(running, count)
         """The slots of snapshots."""
+        self.backups = range(count, count + running if has_backups else count)
+        """The slots of states from before draft tokens, by the row of each running sequence."""
+        count += len(self.backups)
         self._stacks = {
             kind: [
                 torch.zeros(
