@@ -52,7 +52,7 @@ def save(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("count", "names"),
     [
-        (2, QUICK),
+        pytest.param(2, QUICK, marks=pytest.mark.rest),
         pytest.param(2, OTHERS, marks=pytest.mark.slow),
         pytest.param(4, (*QUICK, "gemma3", "qwen2_5_vl"), marks=pytest.mark.slow),
     ],

@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from tests.api.conftest import metric, openai_client
 from tests.conftest import RunningServer, start_server
 
+pytestmark = pytest.mark.rest
+
 MODEL = "embedder"
 PATH = "/v1/embeddings"
 SIZE = 64
