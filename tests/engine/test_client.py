@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 
 from server.config import Config, EngineConfig
 from server.engine.supervisor.client import EngineClient, EngineStatus, EngineUnavailableError
-from server.engine.supervisor.standby import IDLE_S
 from server.types import RequestOutput, StepOutputs, TokenLogprob
 from tests.engine.factories import make_request
 
@@ -196,15 +195,6 @@ async def test_an_engine_that_dies_early_is_started_afresh(embedded_folder: Path
         await until(lambda: client.status.state == "restarting")
         await asyncio.wait_for(client.wait_ready(), START_S)
         assert client.pid not in (first, importing)
-        assert [_name(pid) for pid in _children()] == ["nf4-engine"]
-
-
-@pytest.mark.slow
-async def test_no_process_stands_by_that_nobody_asked_for(embedded_folder: Path) -> None:
-    async with running(embedded_folder, standby=False) as client:
-        await asyncio.wait_for(client.wait_ready(), START_S)
-        await collect(client, 5)
-        await asyncio.sleep(IDLE_S + 1)
         assert [_name(pid) for pid in _children()] == ["nf4-engine"]
 
 

@@ -209,13 +209,6 @@ def test_dequantized_slices_cover_small_and_large_weights() -> None:
     assert 0 < choice.rows < 25600
 
 
-def test_a_plan_prints_itself() -> None:
-    assert str(plan(8, 25600, 5120, 90, 132)) == (
-        "rows: 8 warps x 10 blocks, 8 tokens, 3 stages, k in 1 part of 80 blocks, grid 128"
-    )
-    assert str(plan(4096, 512, 4160, 90, 132)) == "dequantize + cuBLAS: slices of 512 rows"
-
-
 @pytest.mark.parametrize("multiprocessors", [132, 108, 9])
 def test_runs_are_fewer_only_where_the_longest_is_no_longer(multiprocessors: int) -> None:
     """In half groups, which is how runs are divided. Without it a launch would have a run for each multiprocessor."""

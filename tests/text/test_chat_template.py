@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,14 @@ class Templated:
     """Just what a template needs of a tokenizer, with a template of our choice."""
 
     def __new__(cls, embedded_folder: Path, template: str | None) -> ChatTemplate:  # type: ignore[misc]
-        tokenizer = AutoTokenizer.from_pretrained(embedded_folder)
+        tokenizer = copy.copy(_loaded(embedded_folder))
         tokenizer.chat_template = template
         return ChatTemplate(tokenizer)
+
+
+@functools.cache
+def _loaded(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def test_ids_are_those_of_transformers(byte_level: Tokenizer, embedded_folder: Path) -> None:

@@ -194,7 +194,7 @@ def test_long_arguments_take_time_in_proportion(kind: str, step: int) -> None:
             best = min(best, time.thread_time() - start)
         return best
 
-    assert seconds(400_000) < 8 * seconds(100_000) + 0.01
+    assert seconds(200_000) < 8 * seconds(50_000) + 0.01
 
 
 def test_a_single_call() -> None:

@@ -253,18 +253,6 @@ def test_the_end(embedded_folder: Path, tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
-def test_a_second_server_on_the_port_says_so(server: RunningServer, embedded_folder: Path, tmp_path: Path) -> None:
-    config = write_random_model(tmp_path / "model", embedded_folder, {"api_processes": 2})
-    port = httpx.URL(server.base_url).port
-    import subprocess
-    import sys
-
-    command = [sys.executable, "-m", "server", "--config", str(config), "--port", str(port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: 127.0.0.1:{port}: Address already in use; --port N takes another")
-
-
 def test_what_one_process_keeps_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"http: .*response_store keeps answers in one process"):
         load_config(None, {"http.api_processes": 2, "http.response_store": 10})

@@ -19,8 +19,6 @@ from server.app import create_app
 from server.config import Config, HttpConfig
 from tests.api.pages.vendored import table
 
-pytestmark = pytest.mark.rest
-
 ROOT = Path(__file__).parents[3]
 STATIC = ROOT / "server/api/static"
 VENDOR = STATIC / "vendor"

@@ -6,10 +6,13 @@ import json
 import re
 
 import httpx
+import pytest
 
 from tests.api.conftest import MODEL
 from tests.api.pages.browser import ENDED, ENDLESS, Page, ask, asked, keep_settings, load, send, tab
 from tests.api.pages.page_server import ADAPTER, CONTEXT, KEY
+
+pytestmark = pytest.mark.rest
 
 STORY = "Tell me a very long story about a lighthouse."
 

@@ -49,14 +49,6 @@ def test_a_failure_is_raised_when_all_have_ended(device: torch.device) -> None:
     assert failed == "ValueError: this kernel"
 
 
-def test_only_what_is_not_expected_is_logged_in_full(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    assert failure(fails, ValueError) == "this kernel"
-    assert not caplog.records
-    assert failure(fails, KeyError) == "ValueError: this kernel"
-    assert "Traceback" in caplog.text
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_what_says_nothing_of_the_attempts_comes_first(error: type[Exception], device: torch.device) -> None:
     def lost() -> None:
