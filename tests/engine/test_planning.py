@@ -213,3 +213,32 @@ def test_a_cpu_has_no_plan(tmp_path: Path) -> None:
     memory = plan_start(tmp_path, EngineConfig(), torch.device("cpu"))
     memory.check(tmp_path, logs=True)
     assert memory.plan is None
+
+
+# DeepSeek-V2-Lite's attention, and GLM-4.7-Flash's.
+_LITE: dict[str, Any] = {
+    "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+_FLASH = {**_LITE, "num_hidden_layers": 47, "num_attention_heads": 20, "qk_nope_head_dim": 192, "v_head_dim": 256}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "ranks", "token", "matrices"),
+    [
+        (_LITE, {}, 1, 27 * 576 * 2, 27 * 16 * 256 * 512 * 2),
+        (_LITE, {}, 2, 27 * 576 * 2, 27 * 16 * 256 * 512),
+        (_LITE, {"kv_cache_dtype": "int8"}, 1, 27 * 576 * 2, 27 * 16 * 256 * 512 * 2),
+        (_LITE, {"allow_runtime_lora": True}, 1, 27 * 16 * (192 + 128) * 2, 0),
+        # There are CUDA kernels for its heads of 256.
+        (_FLASH, {}, 1, 47 * 20 * 512 * 2, 0),
+        (_FLASH, {}, 2, 47 * 20 * 512, 0),
+    ],
+)
+def test_latents_count_as_what_the_cache_keeps(
+    sizes: dict[str, Any], settings: dict[str, Any], ranks: int, token: int, matrices: int
+) -> None:
+    config = CONFIG_MAPPING["youtu"](**{**COMMON, **sizes})
+    info = described_by(Path("latent"), config)
+    plan = plan_memory(info, config, EngineConfig(**settings), Memory(80 * GIB, 80 * GIB, GIB), ranks=ranks)
+    assert (plan.token, plan.parts["latent attention's matrices"]) == (token, matrices)

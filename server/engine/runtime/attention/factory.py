@@ -50,6 +50,11 @@ def create_backend(
     return SdpaBackend(shapes, num_blocks, block_size, dtype, device)
 
 
+def has_kernels(key_dim: int, value_dim: int) -> bool:
+    """Whether there are CUDA kernels for heads of such keys and values."""
+    return key_dim == value_dim and key_dim in HEAD_DIMS
+
+
 def _cuda_backend(*given: Any) -> AttentionBackend:
     # Triton is not installed without CUDA.
     from server.engine.runtime.attention.paged_cuda import CudaBackend
@@ -132,7 +137,9 @@ def _unsuitable(shapes: Iterable[LayerShape], dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     for shape in shapes:
-        if shape.key_dim != shape.value_dim or shape.key_dim not in HEAD_DIMS:
+        if shape.is_latent:
+            return "there are no kernels for latent attention"
+        if not has_kernels(shape.key_dim, shape.value_dim):
             return f"there are no kernels for heads of {shape.key_dim} and {shape.value_dim}"
     return None
 

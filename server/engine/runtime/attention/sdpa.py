@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
 from server.engine.runtime.attention.host_zeros import host_zeros
+from server.engine.runtime.attention.latent import LatentHeads
 from server.engine.runtime.attention.whole_images import ImageQueries, attend_again, image_queries, masked_attention
 from server.engine.runtime.batch import Batch, Span
 
@@ -77,6 +78,27 @@ class SdpaBackend(AttentionBackend):
         for index in range(singles, len(batch.spans)):
             self._attend_span(layer, batch.spans[index], query, key, value, out, options)
         self._attend_again(layer, query, out, options)
+        return out
+
+    def attend_latent(
+        self, layer: int, query: torch.Tensor, latent: torch.Tensor, heads: LatentHeads, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See AttentionBackend. Chunks attend over expanded keys and values, as layers do whose heads have their own."""
+        batch = self._batch
+        assert batch is not None
+        singles = batch.num_single
+        if singles == len(batch.spans) or self._image_queries:
+            return super().attend_latent(layer, query, latent, heads, options)
+        self._flat_keys[layer].index_copy_(0, batch.slots, latent)
+        out = query.new_empty(*query.shape[:2], heads.sizes.width)
+        if singles:
+            sums = self._attend_singles(layer, heads.absorbed(query[:singles]), options)
+            out[:singles] = heads.values_of(sums)
+        for index in range(singles, len(batch.spans)):
+            span = batch.spans[index]
+            rows = slice(span.row, span.row + span.length)
+            keys, values = heads.expanded(self._gather(layer, span)[0][:, 0] if span.start else latent[rows, 0])
+            out[rows] = _attend_chunk(query[rows], keys, values, span, options, self._sinks(layer, options))
         return out
 
     def _attend_again(self, layer: int, query: torch.Tensor, out: torch.Tensor, options: AttentionOptions) -> None:

@@ -9,6 +9,7 @@ import torch
 from server.checkpoint.states import STATE_KINDS, attends, has_states, kinds_of_layers
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import LayerShape
+from server.engine.runtime.attention.factory import has_kernels
 from server.engine.runtime.attention.kernels.kv_cache import bytes_per_token, stored_dtype
 from server.engine.runtime.layers.delta_layout import MAX_LIVE_BYTES
 from server.engine.runtime.states.kinds import gated_delta, mamba2, short_convolution
@@ -21,10 +22,37 @@ DTYPE = torch.bfloat16
 """Of weights that are not in NF4, and of activations."""
 
 
-def token_bytes(text: Any, engine: EngineConfig) -> int:
-    """Bytes of one token in the KV cache on a GPU, all layers together. text: the configuration of the text's model."""
-    dtype, kinds = stored_dtype(engine.kv_cache_dtype, DTYPE), kinds_of_layers(text) or [""] * text.num_hidden_layers
-    return sum(bytes_per_token(_shape(text, kind), dtype) for kind in kinds if attends(kind))
+def token_bytes(text: Any, engine: EngineConfig, ranks: int = 1) -> int:
+    """Bytes of one token in the KV cache of a GPU, one of ranks, all layers together.
+
+    text: the configuration of the text's model. Every rank has the latents of latent attention, in 16 bits.
+    """
+    kinds = _attending(text)
+    if keeps_latents(text, engine):
+        latent = LayerShape(1, text.kv_lora_rank + text.qk_rope_head_dim, text.kv_lora_rank, is_latent=True)
+        return len(kinds) * latent.bytes_per_token(DTYPE.itemsize)
+    dtype = stored_dtype(engine.kv_cache_dtype, DTYPE)
+    return sum(bytes_per_token(_shape(text, kind), dtype) for kind in kinds) // ranks
+
+
+def latent_bytes(text: Any, engine: EngineConfig) -> int:
+    """Bytes of the matrices of latent attention in 16 bits, all layers together; 0: the cache keeps no latents."""
+    if not keeps_latents(text, engine):
+        return 0
+    numbers = text.num_attention_heads * (text.qk_nope_head_dim + text.v_head_dim) * text.kv_lora_rank
+    return int(len(_attending(text)) * numbers * DTYPE.itemsize)
+
+
+def keeps_latents(text: Any, engine: EngineConfig) -> bool:
+    """Whether the cache on a GPU keeps latents (model/latents.py), as configurations tell it."""
+    if not getattr(text, "kv_lora_rank", None) or engine.lora_slots:
+        return False
+    return not has_kernels(text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim)
+
+
+def _attending(text: Any) -> list[str]:
+    """The kinds of the layers that attend."""
+    return [kind for kind in kinds_of_layers(text) or [""] * text.num_hidden_layers if attends(kind)]
 
 
 def _shape(text: Any, kind: str) -> LayerShape:

@@ -16,7 +16,14 @@ from server.checkpoint.parts import EMBEDDING, NF4, OTHERS, OUTPUT_LAYER, SKIPPE
 from server.config import EngineConfig
 from server.engine.runtime.limits import SEQUENCE_LIMITS, TOKEN_BUDGETS, auto_sequences, own_limit
 from server.engine.runtime.model.expanded import AUTO_SHARE, AUTO_SHARE_BESIDE_CACHE
-from server.engine.runtime.preparation.estimates import DTYPE, adapter_bytes, state_bytes, step_bytes, token_bytes
+from server.engine.runtime.preparation.estimates import (
+    DTYPE,
+    adapter_bytes,
+    latent_bytes,
+    state_bytes,
+    step_bytes,
+    token_bytes,
+)
 from server.engine.runtime.preparation.states import state_slots
 
 USEFUL_TOKENS = 4096
@@ -25,6 +32,7 @@ TOKENS_BEFORE_COPIES = 32768
 """Tokens that find room in the KV cache before weights get 16-bit copies."""
 _WEIGHTS = (NF4, SKIPPED, OTHERS, EMBEDDING, OUTPUT_LAYER, TOWER)
 _ADAPTERS, _STATES, _COPIES = "adapters", "states of layers", "16-bit copies, at most"
+_LATENTS = "latent attention's matrices"
 _MARGIN = 1.1  # what a step takes is estimated
 _MIB = 2**20
 
@@ -117,11 +125,12 @@ def plan_memory(
         wanted_forms = replace(wanted_forms, host_embedding=False)
     weights = wanted_forms.applied(weights, DTYPE.itemsize)
     parts = {name: weights.get(name, 0) // (1 if name in (TOWER, OTHERS) else ranks) for name in _WEIGHTS}
-    token = token_bytes(text, engine) // ranks
+    token = token_bytes(text, engine, ranks)
     if draft is not None:
         parts["draft model"] = draft[0].loaded_bytes(DTYPE.itemsize)
         token += token_bytes(draft[1].get_text_config(), engine)
     parts[_ADAPTERS] = adapter_bytes(text, engine) // ranks
+    parts[_LATENTS] = latent_bytes(text, engine) // ranks
     sequences = _sequences(engine, memory)
     parts["reserve"] = memory.reserve
     step = step_bytes(text, engine.max_num_batched_tokens or TOKEN_BUDGETS["cuda"], sequences)
@@ -142,7 +151,13 @@ def plan_memory(
     elif isinstance(engine.expanded_weights, int):
         parts[_COPIES] = engine.expanded_weights
     # The KV cache that is configured is subtracted where copies are made.
-    kept = parts[_ADAPTERS] + parts.get(_STATES, 0) + step + (int(_MARGIN * useful) if cache is None else 0)
+    kept = (
+        parts[_ADAPTERS]
+        + parts[_LATENTS]
+        + parts.get(_STATES, 0)
+        + step
+        + (int(_MARGIN * useful) if cache is None else 0)
+    )
     return MemoryPlan(memory, parts, token, wanted, kept, cache)
 
 
