@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,18 +19,31 @@ from server.engine.parallel.start import load_ranks
 from server.engine.runtime import exchange
 from tests.checkpoint.layouts import CPU, config_of, random_model, save_nf4, silent
 from tests.checkpoint.multimodal import CLASSES, divisible
+from tests.checkpoint.test_hybrids import MODELS
 from tests.engine.factories import run_together
-from tests.engine.model.image_prompts import Answer, Prompt, answers
-from tests.engine.model.test_image_prompts import PICTURES, SETTINGS, text
+from tests.engine.model.image_prompts import TOLERANCE, Answer, Prompt, answers
+from tests.engine.model.test_image_prompts import PICTURES, SETTINGS, TOLERANCES, text
+from tests.parallel.test_hybrids import OTHERS, SIZES
 
 # Positions by axis.
 QUICK = ("qwen2_5_vl",)
+NAMES = [name for name in PICTURES if name in (*CLASSES, "qwen3_5", "lfm2_vl")]
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Settings of a class whose text model can be divided."""
+    if name in CLASSES:
+        changes = {key: value for key, value in SETTINGS.get(name, {}).items() if key != "text_config"}
+        return {**divisible(name), **changes}
+    settings = copy.deepcopy(MODELS[name])
+    settings["text_config"] |= SIZES | OTHERS["lfm2" if name == "lfm2_vl" else name]
+    settings["vision_config"] |= {"out_hidden_size": SIZES["hidden_size"]} if name == "qwen3_5" else {}
+    return settings
 
 
 def save(name: str, folder: Path) -> Path:
     """A small checkpoint of a class in NF4 that says that images are prepared."""
-    changes = {key: value for key, value in SETTINGS.get(name, {}).items() if key != "text_config"}
-    save_nf4(random_model(config_of(name, **{**divisible(name), **changes})), folder)
+    save_nf4(random_model(config_of(name, **settings_of(name))), folder)
     (folder / "preprocessor_config.json").write_text("{}")
     return folder
 
@@ -76,14 +91,14 @@ def answered(folder: Path, name: str, ranks: int) -> tuple[list[Answer], Engine]
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PICTURES if name in CLASSES],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES],
 )
 def test_several_ranks_answer_as_one(name: str, tmp_path: Path) -> None:
     folder = save(name, tmp_path / "model")
     one, _ = answered(folder, name, 1)
     several, engine = answered(folder, name, 2)
     for index, (expected, found) in enumerate(zip(one, several, strict=True)):
-        assert found.same_as(expected), (index, found, expected)
+        assert found.same_as(expected, TOLERANCES.get(name, TOLERANCE)), (index, found, expected)
     stats = engine.stats()
     assert stats.images_computed > 0
     assert stats.image_feature_hits > 0
