@@ -90,6 +90,12 @@ class Answer:
         """Whether the tokens are equal and the log-probabilities within rounding."""
         return self.tokens == other.tokens and np.allclose(self.logprobs, other.logprobs, atol=tolerance)
 
+    def same_until_tie(self, other: Answer, tolerance: float = TOLERANCE) -> bool:
+        """same_as(), up to the first place at which two tokens are as likely, of which rounding chooses one."""
+        pairs = zip(self.tokens, other.tokens, strict=True)
+        count = next((place + 1 for place, (own, its) in enumerate(pairs) if own != its), len(self.tokens))
+        return np.allclose(self.logprobs[:count], other.logprobs[:count], atol=tolerance)
+
 
 def given_to_transformers(model: PreTrainedModel, prompt: Prompt, more: int = 0) -> dict[str, torch.Tensor]:
     """What transformers' model takes beside the ids of a prompt and of more tokens behind it."""
