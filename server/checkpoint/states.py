@@ -12,11 +12,13 @@ STATE_TYPES = frozenset(
     (
         *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
         *("lfm2", "lfm2_moe", "lfm2_vl"),
-        *("granitemoehybrid", "nemotron_h"),
+        *("granitemoehybrid", "nemotron_h", "falcon_h1", "bamba"),
     )
 )
 """Model types whose layers with states are served."""
-STATE_KINDS = ("linear_attention", "conv", "mamba")
+_BOTH = "hybrid"
+"""The kind of layers that attend and keep a state (Falcon-H1)."""
+STATE_KINDS = ("linear_attention", "conv", "mamba", _BOTH)
 """The names that configurations have for these layers."""
 FEED_FORWARD_KINDS = ("moe", "mlp")
 """Those of layers that keep nothing (Nemotron-H)."""
@@ -49,7 +51,7 @@ def state_modules(model: Any) -> list[Any]:
 
 def attends(kind: str) -> bool:
     """Whether a layer of a kind that a configuration names has keys and values."""
-    return kind not in (*STATE_KINDS, *FEED_FORWARD_KINDS)
+    return kind == _BOTH or kind not in (*STATE_KINDS, *FEED_FORWARD_KINDS)
 
 
 def check_hybrid(folder: Path, config: Any, engine: EngineConfig, device: str) -> None:

@@ -19,9 +19,7 @@ from tests.checkpoint.test_layouts import LLAMA
 HYBRIDS = {
     "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
-    "falcon_h1": "FalconH1ForCausalLM",
     "jamba": "JambaForCausalLM",
-    "bamba": "BambaForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
     "recurrent_gemma": "RecurrentGemmaForCausalLM",
 }

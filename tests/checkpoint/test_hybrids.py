@@ -39,7 +39,7 @@ from tests.checkpoint.layouts import (
     silent,
 )
 from tests.engine.factories import make_request, run_together, tokens
-from tests.engine.models import COMMON, HYBRIDS
+from tests.engine.models import COMMON, HYBRIDS, MAMBA2
 from tests.moe_checkpoints import save_moe
 
 # The publisher's list for Qwen3.5's successors.
@@ -80,6 +80,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 32,
     },
     "qwen3_5_moe": {"text_config": _QWEN3_5 | _EXPERTS, **_WITH_IMAGES},
+    "falcon_h1": COMMON | HYBRIDS["falcon_h1"] | {"mamba_rms_norm": True, "max_position_embeddings": 256},
+    "bamba": COMMON | MAMBA2 | {"attn_layer_indices": [1], "max_position_embeddings": 256},
     "nemotron_h": COMMON | HYBRIDS["nemotron_h"] | {"max_position_embeddings": 256},
     "granitemoehybrid": COMMON | HYBRIDS["granitemoehybrid"] | {"num_local_experts": 8, "intermediate_size": 64},
 }
@@ -196,8 +198,9 @@ def test_heads_that_predict_several_tokens_are_ignored(tmp_path: Path) -> None:
     check_served(folder)
 
 
-def test_random_weights_for_benchmarks(tmp_path: Path) -> None:
-    made("qwen3_5_text").save_pretrained(tmp_path)
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h", "falcon_h1"])
+def test_random_weights_for_benchmarks(model_type: str, tmp_path: Path) -> None:
+    made(model_type).save_pretrained(tmp_path)
     config = CONFIG.model_copy(update={"load_format": "dummy"})
     engine = Engine(load_runner(tmp_path, config, silent), config)
     requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]

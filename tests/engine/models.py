@@ -83,7 +83,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
-_MAMBA2: dict[str, Any] = {
+MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
     "mamba_n_groups": 2,
@@ -95,13 +95,28 @@ _MAMBA2: dict[str, Any] = {
 # Layers that keep a state of each sequence among others that attend.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
-        **_MAMBA2,
+        **MAMBA2,
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "num_local_experts": 0,
         "shared_intermediate_size": 96,
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.2,
+    },
+    "falcon_h1": {
+        **MAMBA2,
+        "mamba_d_ssm": 128,
+        "num_hidden_layers": 2,
+        "mamba_norm_before_gate": False,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.8, 0.5],
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.7,
+        "ssm_in_multiplier": 0.8,
+        "ssm_out_multiplier": 0.6,
+        "ssm_multipliers": [0.4, 0.9, 0.5, 0.8, 1.1],
     },
     "nemotron_h": {
         "mamba_num_heads": 8,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from server.checkpoint.states import STATE_KINDS
+from server.checkpoint.states import STATE_KINDS, attends
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.execution import Executor
@@ -143,7 +143,7 @@ def test_layers_are_written_ones(family: str, caplog: pytest.LogCaptureFixture) 
         build_runner(copy.deepcopy(model_of(family)), CONFIG)
     assert "layers are written ones" in caplog.text
     kinds = model_of(family).config.layer_types
-    states, attending = sum(kind in STATE_KINDS for kind in kinds), kinds.count("full_attention")
+    states, attending = sum(kind in STATE_KINDS for kind in kinds), sum(map(attends, kinds))
     assert f"{states} " in caplog.text
     assert f"MB a sequence, {attending} of attention" in caplog.text
 

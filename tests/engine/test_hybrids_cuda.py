@@ -26,6 +26,14 @@ TOKENS = 24
 WIDE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"hidden_size": 256, "shared_intermediate_size": 512, "mamba_d_head": 64, "mamba_d_state": 128},
     "lfm2": {"hidden_size": 256, "intermediate_size": 512},
+    "falcon_h1": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "mamba_d_ssm": 256,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+    },
     "nemotron_h": {
         "hidden_size": 256,
         "intermediate_size": 512,

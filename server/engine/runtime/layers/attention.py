@@ -42,6 +42,8 @@ class Attention:
     """Whether the layer's own code takes each angle once, for both elements that it rotates (gpt-oss)."""
     angle_step: int = 0
     """Of RotaryEmbedding."""
+    key_multiplier: float = 1.0
+    """What keys are multiplied by in front of everything else (Falcon-H1)."""
 
     def __call__(
         self, x: torch.Tensor, norm: Norm | None, angles: Angles | None, residual: torch.Tensor | None
@@ -49,6 +51,8 @@ class Attention:
         """residual + the output for norm(x), x [T, width]."""
         tokens = x.shape[0]
         query, key, *values = self.qkv(x, norm)
+        if self.key_multiplier != 1.0:
+            key = key * self.key_multiplier
         if self.row_norms is not None:
             query, key = self.row_norms[0](query), self.row_norms[1](key)
         gate = None

@@ -13,7 +13,30 @@ from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.state_layers import StateMixer
 
-Mixer = Attention | StateMixer
+
+@dataclass(frozen=True)
+class ParallelMixers:
+    """Attention and a mixer with a state over one input, whose results are multiplied and added up (Falcon-H1)."""
+
+    attention: Attention
+    state: StateMixer
+    input_multiplier: float
+    """Of the attention's input."""
+    multipliers: tuple[float, float]
+    """Of the attention's result and of the other one's."""
+
+    def __call__(
+        self, x: torch.Tensor, norm: Norm | None, angles: Angles | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """residual + the sum for norm(x), x [T, width]."""
+        x = x if norm is None else norm(x)
+        attended, advanced = self.multipliers
+        y = self.state(x, None, angles, None) * advanced
+        y += self.attention(x * self.input_multiplier, None, angles, None) * attended
+        return y if residual is None else residual + y
+
+
+Mixer = Attention | StateMixer | ParallelMixers
 """What brings a sequence's tokens together. Called with x, the norm of x, rotary angles and the residual that it adds."""
 FeedForward = GatedMlp | Mlp | Experts
 
@@ -79,4 +102,6 @@ class DecoderLayer:
     @property
     def attention(self) -> Attention | None:
         """The part of it that attends."""
+        if isinstance(self.mixer, ParallelMixers):
+            return self.mixer.attention
         return self.mixer if isinstance(self.mixer, Attention) else None

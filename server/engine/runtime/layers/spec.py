@@ -7,7 +7,7 @@ wrong is found by the warm-up check, which compares every layer with transformer
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch import nn
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.layers.attention import Attention
-from server.engine.runtime.layers.decoder import Block, DecoderLayer, FeedForward, Mixer
+from server.engine.runtime.layers.decoder import Block, DecoderLayer, FeedForward, Mixer, ParallelMixers
 from server.engine.runtime.layers.experts import Experts, read_router
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp, read_activation
 from server.engine.runtime.layers.norm import RmsNorm, read_norm, read_rms_norm
 from server.engine.runtime.layers.projection import JoinedProjection, joined, projection_of
-from server.engine.runtime.layers.state_layers import StateLayers
+from server.engine.runtime.layers.state_layers import StateLayers, StateMixer
 from server.engine.runtime.model.exchanged import ReducedNorm
 from server.engine.runtime.model.exchanged_experts import ReducedBlock, ReducedExperts
 
@@ -39,6 +39,7 @@ _PLACES: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ("input_layernorm", None, "pre_feedforward_layernorm", None),
     ("attention_layernorm", None, "feedforward_layernorm", None),
+    ("input_layernorm", None, "pre_ff_layernorm", None),
     ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
     ("operator_norm", None, "ffn_norm", None),
     # The one norm is in front of both parts.
@@ -79,9 +80,21 @@ def read_layer(
         mixers |= {name: states.mixers[own] for name, own in layer.named_children() if own in states.mixers}
     if {name for name, _ in layer.named_children()} == {"norm", "mixer"}:
         return _read_one_part(layer, mixers)
-    if len(mixers) != 1:
-        raise UnknownLayerError(f"{type(layer).__name__} has {', '.join(mixers) or 'no mixer'}")
-    return _with_mixer(layer, *next(iter(mixers.items())))
+    if not mixers:
+        raise UnknownLayerError(f"{type(layer).__name__} has no mixer")
+    return _with_mixer(layer, tuple(mixers), _joined_mixers(layer, list(mixers.values())))
+
+
+def _joined_mixers(layer: Any, mixers: list[Mixer]) -> Mixer:
+    """The one mixer of a layer, or its two."""
+    if len(mixers) == 1:
+        return mixers[0]
+    attention, state = mixers
+    factors = [getattr(layer, f"{name}_multiplier", None) for name in ("attention_in", "attn_out", "ssm_out")]
+    if not isinstance(attention, Attention) or not isinstance(state, StateMixer) or None in factors:
+        raise UnknownLayerError(f"{type(layer).__name__} has two mixers of another kind than Falcon-H1's")
+    before, attended, advanced = map(float, factors)  # type: ignore[arg-type]
+    return ParallelMixers(attention, state, before, (attended, advanced))
 
 
 def _read_one_part(layer: nn.Module, mixers: Mapping[str, Mixer]) -> DecoderLayer:
@@ -93,20 +106,21 @@ def _read_one_part(layer: nn.Module, mixers: Mapping[str, Mixer]) -> DecoderLaye
     return DecoderLayer(None, nothing, _read_mlp(children["mixer"]), block)
 
 
-def _with_mixer(layer: nn.Module, mixer_name: str, mixer: Mixer) -> DecoderLayer:
-    children = _children(layer, (mixer_name,))
+def _with_mixer(layer: nn.Module, mixer_names: tuple[str, ...], mixer: Mixer) -> DecoderLayer:
+    children = _children(layer, mixer_names)
     mlp_name = next((name for name in _FEED_FORWARDS if name in children), _FEED_FORWARDS[0])
     beside = "shared_mlp" if mlp_name == "block_sparse_moe" and "shared_mlp" in children else None
-    norms = {name: child for name, child in children.items() if name not in (mixer_name, mlp_name, beside)}
+    norms = {name: child for name, child in children.items() if name not in (*mixer_names, mlp_name, beside)}
     places = next((places for places in _PLACES if set(norms) == {name for name in places if name}), None)
-    if places is None or len(norms) + 2 + (beside is not None) != len(children):
+    if places is None or len(norms) + len(mixer_names) + 1 + (beside is not None) != len(children):
         raise UnknownLayerError(f"{type(layer).__name__} has {', '.join(children)}")
     mlp = _read_mlp(children[mlp_name])
     if beside is not None:
         mlp = _with_shared(mlp, children[beside])
     before, after, before_mlp, after_mlp = (None if name is None else read_norm(norms[name]) for name in places)
     multiplier = float(getattr(layer, "residual_multiplier", 1.0))
-    blocks = Block(before, after, multiplier), Block(before_mlp, after_mlp, multiplier)
+    of_mlp = multiplier * float(getattr(children[mlp_name], "down_multiplier", 1.0))
+    blocks = Block(before, after, multiplier), Block(before_mlp, after_mlp, of_mlp)
     is_parallel = len(norms) == 1
     if is_parallel and multiplier != 1.0:
         raise UnknownLayerError(f"{type(layer).__name__} multiplies what its parallel parts add")
@@ -165,6 +179,7 @@ def _read_attention(module: nn.Module, index: int, options: AttentionOptions) ->
         angles_once=_takes_angles_once(module),
         angle_step=_angle_step(module),
         norms_last=norms_last,
+        key_multiplier=float(getattr(module, "key_multiplier", 1.0)),
         value_norm=None if values is None else _value_norm(values, queries),
         **norms,
     )
@@ -270,7 +285,9 @@ def _read_dense(module: nn.Module) -> GatedMlp | Mlp:
     projections = {name: child for name, child in children.items() if child is not function}
     if not callable(function):
         raise UnknownLayerError(f"{type(module).__name__} has no activation")
-    activation = read_activation(function)
+    activation, multiplier = read_activation(function), float(getattr(module, "gate_multiplier", 1.0))
+    if multiplier != 1.0:
+        activation, function = None, _multiplied(function, multiplier)
     if set(projections) in ({"gate_up_proj"}, {"input_linear"}):
         return GatedMlp(projection_of(*projections.values()), down, activation, function)
     if set(projections) == {"gate_proj", "up_proj"}:
@@ -279,6 +296,10 @@ def _read_dense(module: nn.Module) -> GatedMlp | Mlp:
     if set(projections) == {up_name}:
         return Mlp(projection_of(projections[up_name]), down, function)
     raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children)}")
+
+
+def _multiplied(function: Callable[[torch.Tensor], torch.Tensor], multiplier: float) -> Any:
+    return lambda gate: function(gate * multiplier)
 
 
 def _read_experts(module: nn.Module, is_partial: bool) -> Experts:

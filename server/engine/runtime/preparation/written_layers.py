@@ -66,12 +66,13 @@ def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> list
     if not agreed(failed is None):
         logger.info("%s: %s", _OWN, failed or _ELSEWHERE)
         return []
-    failed = failure(lambda: _compare(steps, layers, written, paged.dtype))
+    outputs: dict[int, int] = {}
+    failed = failure(lambda: outputs.update(_compare(steps, layers, written, paged.dtype)))
     if not agreed(failed is None):
         logger.warning("%s: the written ones differ, %s", _OWN, failed or _ELSEWHERE)
         return []
     plain = [steps.run(count) for count in _TOKENS]
-    undo = _put(paged, layers, written)
+    undo = _put(paged, layers, [_shaped(layer, outputs.get(index)) for index, layer in enumerate(written)])
     # All steps, because other ranks compute them, too.
     found = [steps.difference(steps.run(count), own, count) for count, own in zip(_TOKENS, plain, strict=True)]
     failed = next(filter(None, found), None)
@@ -121,12 +122,16 @@ def _use_small_steps(
 
 def _compare(
     steps: TrialSteps, layers: Sequence[nn.Module], written: Sequence[DecoderLayer], dtype: torch.dtype
-) -> None:
-    """Run steps by the layers' own code, and each written layer on what its own was given. Raises ValueError."""
+) -> dict[int, int]:
+    """Run steps by the layers' own code, and each written layer on what its own was given. Raises ValueError.
+
+    Returns how many outputs those have that give a tuple of them.
+    """
     # All of them, also after a difference, because other ranks wait for this one's part of every sum.
     wrong: list[str] = []
+    outputs: dict[int, int] = {}
     handles = [
-        layer.register_forward_hook(_hook(index, own, dtype, wrong), with_kwargs=True)
+        layer.register_forward_hook(_hook(index, own, dtype, wrong, outputs), with_kwargs=True)
         for index, (layer, own) in enumerate(zip(layers, written, strict=True))
     ]
     try:
@@ -137,13 +142,25 @@ def _compare(
             handle.remove()
     if wrong:
         raise ValueError(wrong[0])
+    return outputs
 
 
-def _hook(index: int, written: DecoderLayer, dtype: torch.dtype, wrong: list[str]) -> Callable[..., None]:
+def _shaped(layer: DecoderLayer, outputs: int | None) -> Callable[..., Any]:
+    """The written layer, giving a tuple of that many outputs if transformers' own does; all but the first are None."""
+    if outputs is None:
+        return layer
+    return lambda *args, **named: (layer(*args, **named), *[None] * (outputs - 1))
+
+
+def _hook(
+    index: int, written: DecoderLayer, dtype: torch.dtype, wrong: list[str], outputs: dict[int, int]
+) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         given = dict(kwargs)
         x: torch.Tensor = args[0] if args else given.pop("hidden_states")
         expected: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, tuple):
+            outputs[index] = len(output)
         found = written(x.clone(), *args[1:], **given)
         added = (expected.float() - x.float()).norm()
         error = float((found.float() - expected.float()).norm())
@@ -154,7 +171,7 @@ def _hook(index: int, written: DecoderLayer, dtype: torch.dtype, wrong: list[str
     return hook
 
 
-def _put(paged: PagedModel, layers: Sequence[nn.Module], written: Sequence[DecoderLayer]) -> Callable[[], None]:
+def _put(paged: PagedModel, layers: Sequence[nn.Module], written: Sequence[Callable[..., Any]]) -> Callable[[], None]:
     """Put the written layers in place, and launches of ours for what runs once for all of them; returns what undoes it."""
     replaced: dict[nn.Module, Callable[..., Any]] = dict(zip(layers, written, strict=True))
     for module in outer_modules(paged.model):
