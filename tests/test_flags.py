@@ -98,6 +98,9 @@ def test_errors_name_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     assert refused("--port", "99999").startswith("--port: http.port: ")
     assert refused("--port", "99999").endswith(", got '99999'")
+    assert refused("--kv-cache-bytes", "2GB") == (
+        "--kv-cache-bytes: engine.kv_cache_bytes: bytes are a number, or written as 2GiB, 512MiB or 64KiB, got '2GB'"
+    )
     file = tmp_path / "config.yaml"
     file.write_text("model: m\nhttp:\n  prot: 5\n")
     assert refused() == "config.yaml:3: http.prot: there is no such field; did you mean http.port?"

@@ -79,7 +79,9 @@ def _explained(error: ErrorDetails, sources: dict[str, str]) -> str:
         return f"{where}{name}: there is no such field{did_you_mean(name, dotted_names())}"
     value = error["input"]
     got = f", got {str(value)[:100]!r}" if isinstance(value, str | int | float) else ""
-    return f"{where}{name}: {error['msg']}{got}"
+    is_size = error["type"] == "int_parsing" and name.endswith("_bytes")
+    said = "bytes are a number, or written as 2GiB, 512MiB or 64KiB" if is_size else error["msg"]
+    return f"{where}{name}: {said}{got}"
 
 
 def _set(data: dict[str, Any], dotted: str, value: Any, sources: dict[str, str]) -> None:

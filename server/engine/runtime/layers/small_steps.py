@@ -211,7 +211,7 @@ def _after(norm: Norm | None) -> RmsNorm | None:
 def _prepared(projection: Projection | JoinedProjection) -> PreparedLinear:
     module: nn.Module | None = projection.module if isinstance(projection, ModuleProjection) else None
     if not isinstance(module, CpuNF4Linear):
-        raise UnsuitableError(f"a projection is a {type(module or projection).__name__}")
+        raise UnsuitableError(f"a projection is of class {type(module or projection).__name__}")
     return module.prepared
 
 
