@@ -16,8 +16,7 @@ from server.checkpoint.sharding.shards import Shard
 from server.config import EngineConfig, LoraModule
 from server.engine.parallel.auto import AUTO_SHARE, fewest
 from tests.adapters import save_adapter
-from tests.checkpoint.layouts import CPU, change_json, config_of, random_model, save_nf4
-from tests.checkpoint.multimodal import divisible
+from tests.checkpoint.layouts import CPU, save_nf4
 from tests.engine.models import tiny_model
 from tests.moe_checkpoints import is_projection, save_moe, tiny_moe
 
@@ -95,13 +94,6 @@ def test_sizes_that_the_model_does_not_have(embedded_folder: Path) -> None:
         CheckpointError, match=r"cannot have them: .* 2 does not divide the model: .* possible: 1, 3, 9$"
     ):
         chosen(embedded_folder, free, devices=2)
-
-
-def test_what_cannot_be_divided_whatever_its_sizes(tmp_path: Path) -> None:
-    folder = save_nf4(random_model(config_of("gemma4", **divisible("gemma4"))), tmp_path / "model")
-    change_json(folder, lambda config: config["text_config"].update(num_kv_shared_layers=2))
-    with pytest.raises(CheckpointError, match=r"cannot have them: .* layers that share keys and values"):
-        chosen(folder, 1000)
 
 
 def test_what_the_configuration_wants_of_one_gpu(mixture: Path) -> None:

@@ -136,10 +136,8 @@ def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str,
 def _undivided(config: PretrainedConfig) -> str | None:
     """The parts of a model that cannot be divided yet, whatever their sizes."""
     text = config.get_text_config()
-    if getattr(text, "num_kv_shared_layers", None):
-        return "layers that share keys and values, which are not split yet"
-    if text is not config and getattr(text, "hidden_size_per_layer_input", None):
-        return "an embedding for each layer, which is not split yet"
+    if getattr(text, "activation_sparsity_pattern", None):
+        return "MLPs that keep the largest of all their features (Gemma 3n), which are not split"
     return undivided_states(text)
 
 

@@ -197,8 +197,8 @@ def test_fp4_is_refused_by_name(tmp_path: Path) -> None:
         load_shard(folder, CPU, torch.float32, silent, Shard(0, 2))
 
 
-def test_layers_that_share_keys_are_refused_by_name() -> None:
-    reason = "layers that share keys and values, which are not split yet; possible: 1"
+def test_mlps_whose_activation_spans_all_features_are_refused_by_name() -> None:
+    reason = r"MLPs that keep the largest of all their features \(Gemma 3n\), which are not split; possible: 1"
     with pytest.raises(CheckpointError, match=f"tensor_parallel_size 2 does not divide the model: it has {reason}"):
         check_count(tiny_model("gemma3n_text").config, 64, 2, "model")
 

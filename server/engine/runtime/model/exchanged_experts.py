@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from server.checkpoint.experts.module import NF4Experts
 from server.engine.runtime import exchange
+from server.engine.runtime.model.decoder import decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +56,16 @@ def exchange_experts(model: PreTrainedModel, partial: Sequence[str]) -> set[str]
     """
     summed: set[str] = set()
     adds: dict[tuple[object, ...], bool] = {}
+    layers = list(decoder_layers(model))
     experts = [name for name, module in model.named_modules() if isinstance(module, NF4Experts)]
     for name in experts:
         parent = name.rpartition(".")[0]
         shared = [other for other in partial if other.startswith(f"{parent}.")]
         block = model.get_submodule(parent)
         kind = (type(block), *(other.removeprefix(parent) for other in shared))
-        if shared and kind not in adds:
+        if block in layers:  # Gemma 4 has experts next to an MLP in the layer itself, with norms between
+            adds[kind] = False
+        elif shared and kind not in adds:
             adds[kind] = _adds(block, [other.removeprefix(f"{parent}.") for other in (name, *shared)], model)
             if not adds[kind]:
                 logger.info("%s: its ranks exchange twice, since it does more than add up", type(block).__name__)
