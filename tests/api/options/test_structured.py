@@ -105,29 +105,6 @@ def test_parsed_by_the_openai_client(quick: openai.OpenAI) -> None:
     assert isinstance(parsed.choices[0].message.parsed, Pet)
 
 
-HOSTILE: list[dict[str, Any]] = [
-    {"regex": "(a{1,1000}){1,1000}(b|c){500}"},
-    {"regex": "((a+)+)+$" * 50},
-    {"regex": "(" * 5000 + "a" + ")" * 5000},
-    {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
-    {"grammar": "start: a\na: a a | a a a | \"x\""},
-    {"json": {"anyOf": [{"pattern": f"^a{{1,{i}}}b{{{i}}}$", "type": "string"} for i in range(1, 400)]}},
-    {"json": {"properties": {str(i): {"type": "string", "pattern": "(a|b)*c" * 20} for i in range(300)}}},
-    {"choice": ["x" * 200] * 1000},
-    {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("form", HOSTILE, ids=[json.dumps(form)[:40] for form in HOSTILE])
-def test_hostile_forms_hold_up_nobody(long_context: httpx.Client, form: dict[str, Any]) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(long_context.post, CHAT, json=chat_body(max_tokens=3))
-        answer = long_context.post(CHAT, json=chat_body(structured_outputs=form, max_tokens=8), timeout=60)
-        assert other.result(timeout=45).status_code == 200
-    assert answer.status_code in (200, 400), answer.text
-    assert long_context.post(CHAT, json=chat_body()).status_code == 200
-
-
 def test_events_are_lines_to_clients_that_split_text_at_any_line_end(long_context: httpx.Client) -> None:
     """Such as httpx' iter_lines(): U+0085, U+2028 and U+2029 end a line for str.splitlines()."""
     text = "a\u2028b\u2029c\x85d\\\u2028e"
