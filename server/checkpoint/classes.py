@@ -28,7 +28,7 @@ from transformers.utils import ModelOutput
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import CheckpointInfo, read_json
-from server.checkpoint.names import is_ignored, is_of_tower
+from server.checkpoint.names import TOWERS, is_ignored, is_of_tower
 from server.checkpoint.states import (
     FEED_FORWARD_KINDS,
     NARROW_INPUTS,
@@ -42,6 +42,7 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 # Classes whose towers transformers cannot even build without further packages, so that their text's own class is loaded:
 # the class, and how its names differ.
 _TEXT_CLASSES = {"gemma3n": {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}}
+_TEXT = "model.language_model."
 _OTHER_TASK = re.compile(
     r"For(\w+Classification|QuestionAnswering|MultipleChoice|MaskedLM|BlockDiffusion)$|RewardModel$"
 )
@@ -106,8 +107,24 @@ def loading_of(info: CheckpointInfo) -> Loading:
     _refuse_other_states(info, config, mapping[type(config)])
     if info.model_type in _TEXT_CLASSES and not text_only:
         return Loading(AutoModelForCausalLM, config.get_text_config(), _TEXT_CLASSES[info.model_type])
-    auto = AutoModelForCausalLM if mapping is MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    return Loading(auto, config)
+    if mapping is MODEL_FOR_CAUSAL_LM_MAPPING:
+        return Loading(AutoModelForCausalLM, config)
+    return Loading(AutoModelForImageTextToText, config, _names_of_text(info, mapping[type(config)]))
+
+
+def _names_of_text(info: CheckpointInfo, model_class: type[PreTrainedModel]) -> dict[str, str] | None:
+    """The names of a class with the text's model in model.language_model, where files have it elsewhere; None elsewhere.
+
+    transformers renames those of older classes by itself, and has no rule for newer ones (Gemma 4).
+    """
+    tied = getattr(model_class, "_tied_weights_keys", None)
+    if not isinstance(tied, dict) or tied.get("lm_head.weight") != f"{_TEXT}embed_tokens.weight":
+        return None
+    if any(name.startswith(_TEXT) for name in info.tensors):
+        return None
+    text = {r"^language_model\.model\.": _TEXT, r"^model\.(?=layers\.|embed_tokens|norm\.|per_layer_)": _TEXT}
+    towers = {rf"^{tower}\.": f"model.{tower}." for tower in sorted(TOWERS)}
+    return {**text, r"^language_model\.lm_head\.": "lm_head.", **towers}
 
 
 def _refuse_other_states(info: CheckpointInfo, config: Any, model_class: type[PreTrainedModel]) -> None:

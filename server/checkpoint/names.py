@@ -8,6 +8,7 @@ TOWERS = frozenset(
         "vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "audio_tower", "audio_model",
         "multi_modal_projector", "mm_projector", "connector", "modality_projection", "embed_vision", "embed_audio",
         "image_newline", "vision_embed_tokens", "vision_adapter", "vision_projection",
+        "vision_embedder",
     )
 )  # fmt: skip
 

@@ -92,6 +92,22 @@ def test_names_of_other_versions(model_type: str, changes: tuple[tuple[str, str]
     check_served(folder)
 
 
+def test_names_of_gemma_4_that_transformers_does_not_read(tmp_path: Path) -> None:
+    """Quantized layers, those of the tower among them, stay so under each of the names that publishers use."""
+    folder = save_nf4(random_model(config_of("gemma4", **CLASSES["gemma4"])), tmp_path / "model")
+    expected = served(folder)
+    whole = load_model(folder, CPU, torch.float32, silent, towers=True).state_dict()
+    text = "model.language_model."
+    forms = (LLAVA_NAMES, ((text, "model."),), ((text, "language_model.model."), ("model.", "")))
+    for index, changes in enumerate(forms):
+        other = shutil.copytree(folder, tmp_path / str(index))
+        change_tensors(other, renamed(*changes))
+        found = load_model(other, CPU, torch.float32, silent, towers=True).state_dict()
+        assert found.keys() == whole.keys()
+        assert all(found[name].dtype == tensor.dtype for name, tensor in whole.items())
+        assert served(other) == expected
+
+
 @pytest.mark.parametrize(
     "skipped",
     [
