@@ -73,6 +73,23 @@ def _check(reference: PreTrainedModel, prompt: list[int], outputs: list[RequestO
     torch.testing.assert_close(torch.tensor([entry.logprob for entry in entries]), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_latents_on_cuda_where_no_kernel_attends_over_heads() -> None:
+    model = tiny_model("youtu").cuda()
+    reference = copy.deepcopy(model).cpu()
+    config = CONFIG.model_copy(update={"device": "cuda", "kv_cache_bytes": 300 * TOKEN, "enforce_eager": False})
+    runner = build_runner(model, config)
+    assert runner.limits.num_blocks * config.block_size == 300
+    engine = Engine(runner, config)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, 60))] for _ in range(24)]
+    requests = [make_request(prompt, max_tokens=9, ignore_eos=True, logprobs=1) for prompt in prompts]
+    outputs = run_together(engine, *requests)
+    for request in requests:
+        _check(reference, request.prompt_token_ids, outputs[request.request_id])
+
+
 def test_guesses_are_checked_over_latents() -> None:
     model = tiny_model("youtu")
     config = CONFIG.model_copy(update={"speculation": "lookup"})

@@ -151,13 +151,9 @@ def plan_memory(
     elif isinstance(engine.expanded_weights, int):
         parts[_COPIES] = engine.expanded_weights
     # The KV cache that is configured is subtracted where copies are made.
-    kept = (
-        parts[_ADAPTERS]
-        + parts[_LATENTS]
-        + parts.get(_STATES, 0)
-        + step
-        + (int(_MARGIN * useful) if cache is None else 0)
-    )
+    kept = sum(parts.get(name, 0) for name in (_ADAPTERS, _LATENTS, _STATES)) + step
+    if cache is None:
+        kept += int(_MARGIN * useful)
     return MemoryPlan(memory, parts, token, wanted, kept, cache)
 
 
