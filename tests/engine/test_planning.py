@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bench.fits import MODELS
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.parts import SKIPPED, described_by
+from server.checkpoint.parts import SKIPPED, TOWER, described_by
 from server.config import EngineConfig
 from server.engine import planning
 from server.engine.planning import StartMemory, plan_start
@@ -38,13 +39,20 @@ QWEN38_27B: dict[str, Any] = {
 }  # fmt: skip
 
 
-def planner(model: str, gib: float) -> Callable[[EngineConfig], MemoryPlan]:
-    """Plans of a model on a GPU of that size."""
+def planner(model: str, gib: float, tower: bool = False) -> Callable[[EngineConfig], MemoryPlan]:
+    """Plans of a model on a GPU of that size. tower: whether the image tower of Qwen3.5-27B is loaded."""
     if model == "qwen3.8-27b":
         config = CONFIG_MAPPING["qwen3_5_text"](**QWEN38_27B)
     else:
         config = AutoConfig.from_pretrained(MODELS / model, local_files_only=True)
     info, total = described_by(Path(model), config), int(gib * GIB)
+    if tower:
+        with torch.device("meta"):
+            visual = AutoModel.from_config(
+                CONFIG_MAPPING["qwen3_5"](vision_config={"out_hidden_size": 5120}).vision_config
+            )
+        shapes = {f"model.visual.{name}": ("BF16", tuple(own.shape)) for name, own in visual.named_parameters()}
+        info = replace(info, tensors=info.tensors | shapes)
     memory = Memory(total, total, int(total * RESERVED_SHARE))
     return lambda engine: plan_memory(info, config, engine, memory)
 
@@ -83,6 +91,18 @@ def test_what_fits_into_small_gpus(model: str, gib: float, tokens: int, settings
     plan = planner(model, gib)(EngineConfig(max_model_len=tokens, **settings))
     assert plan.fits
     assert plan.tokens >= tokens
+
+
+def test_an_image_tower_takes_its_part_of_a_small_gpu() -> None:
+    plan, without = planner("qwen3.8-27b", 23, tower=True), planner("qwen3.8-27b", 23)
+    wanted = EngineConfig(max_model_len=32768)
+    assert plan(wanted).parts[TOWER] == pytest.approx(0.86 * GIB, rel=0.01)
+    assert plan(wanted).needed - without(wanted).needed == plan(wanted).parts[TOWER]
+    small = plan(wanted.model_copy(update={"quantize_output_layer": "nf4"}))
+    assert not small.fits
+    assert small.tokens > 26000
+    for changes in ({"quantize_skipped": True}, {"embedding_device": "cpu"}):
+        assert plan(wanted.model_copy(update=changes)).fits
 
 
 def test_a_hybrids_parts_are_what_its_file_has() -> None:
