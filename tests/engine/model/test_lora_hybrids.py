@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from nf4_kernels import cpu
 from server.checkpoint.loading import load_model
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
@@ -18,21 +19,23 @@ from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, LoadAdapter, RequestOutput
 from tests.adapters import save_adapter, with_adapter
 from tests.checkpoint.layouts import CPU, reference_model, save_nf4, silent
-from tests.checkpoint.test_hybrids import SKIPPED, made
+from tests.checkpoint.test_hybrids import MODELS, SKIPPED, made
 from tests.engine.factories import make_request
 from tests.engine.scored import check_outputs
 from tests.moe_checkpoints import save_moe
+from tests.nf4_kernels.weights import FIXED_POINT
 
 CONFIG = EngineConfig(
     device="cpu", kv_cache_bytes=2**20, block_size=4, max_num_batched_tokens=24, max_num_seqs=5,
     state_snapshot_tokens=16, state_snapshot_bytes=2**20,
 )  # fmt: skip
 PROMPTS = [[5, 9, 3, 17, 4, 44, 23], [60, 61], list(range(3, 60))]
-_MIXERS = r".*\.(self_attn|linear_attn|conv|mamba)\.\w*_proj\w*"
+# PEFT refuses out_proj of Nemotron-H's mixers.
+_MIXERS = r".*\.((self_attn|linear_attn|conv|mamba)\.\w*_proj\w*|mixer\.([qkvo]|in)_proj)"
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 4, "target_modules": "all-linear"},
     # The projections of layers with states alone.
-    "states": {"r": 2, "target_modules": r".*(linear_attn|conv|mamba)\.\w*(in|out)_proj\w*"},
+    "states": {"r": 2, "target_modules": r".*\.((linear_attn|conv|mamba)\.\w*(in|out)_proj\w*|mixer\.in_proj)"},
 }
 TOKENS = 6
 
@@ -60,12 +63,20 @@ def run(engine: Engine) -> dict[str, list[RequestOutput]]:
     return outputs
 
 
-def check_peft(outputs: dict[str, list[RequestOutput]], base: PreTrainedModel, folder: Path, tolerance: float) -> None:
-    """All outputs are those of PEFT with each adapter alone, and the adapters matter."""
+def check_peft(
+    outputs: dict[str, list[RequestOutput]], base: PreTrainedModel, folder: Path, tolerance: float, others: int = 0
+) -> None:
+    """All outputs but a few others are those of PEFT with each adapter alone, and the adapters matter."""
+    wrong: list[AssertionError] = []
     for name in (None, *ADAPTERS):
         oracle = base if name is None else with_adapter(copy.deepcopy(base), folder / name)
         for index, prompt in enumerate(PROMPTS):
-            check_outputs(oracle, prompt, outputs[f"{name} {index}"], tolerance)
+            try:
+                check_outputs(oracle, prompt, outputs[f"{name} {index}"], tolerance)
+            except AssertionError as e:
+                wrong.append(e)
+                if len(wrong) > others:
+                    raise
     for index in range(len(PROMPTS)):
         scores = {outputs[f"{name} {index}"][0].logprobs[0].logprob for name in (None, *ADAPTERS)}  # type: ignore[index]
         assert len(scores) == len(ADAPTERS) + 1
@@ -81,7 +92,7 @@ def plain_model(model_type: str) -> PreTrainedModel:
     [
         ("qwen3_5_text", False),
         ("lfm2", False),
-        *((each, True) for each in ("qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid")),
+        *((each, True) for each in ("qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid", "nemotron_h")),
     ],
 )
 def test_adapters_and_base_in_one_batch_equal_peft(model_type: str, eager: bool, tmp_path: Path) -> None:
@@ -117,7 +128,11 @@ def test_adapters_of_quantized_checkpoints(model_type: str, tmp_path: Path) -> N
     modules = save_adapters(base, tmp_path)
     config = CONFIG.model_copy(update={"lora_modules": modules})
     engine = Engine(build_runner(load_model(folder, CPU, torch.float32, silent), config), config)
-    check_peft(run(engine), base, tmp_path, 6e-3)
+    if cpu.isa() in FIXED_POINT:
+        # Kernels round, states carry that on, and a router's near tie may choose another expert.
+        check_peft(run(engine), base, tmp_path, 2e-2, others=int("num_experts" in MODELS[model_type]))
+    else:
+        check_peft(run(engine), base, tmp_path, 1e-3)
 
 
 def test_adapters_that_come_while_the_engine_runs(tmp_path: Path) -> None:
