@@ -14,6 +14,7 @@ from server.engine.runtime.attention.base import AttentionBackend
 from server.engine.runtime.attention.calls import attending
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.layers.state_layers import StateLayers
+from server.engine.runtime.model.decoder import without_head
 from server.engine.runtime.model.image_inputs import image_inputs, positions_by_axis
 from server.engine.runtime.model.image_tower import ImageTower
 from server.engine.runtime.model.lora import adding
@@ -100,7 +101,7 @@ class PagedModel:
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         """The final hidden states [batch.sampled_rows, hidden size] in float32, from which run() would compute logits."""
         batch = batch.to(self.device)
-        hidden: torch.Tensor = self._call(self.model.base_model, batch).last_hidden_state[0]
+        hidden: torch.Tensor = self._call(without_head(self.model), batch).last_hidden_state[0]
         return hidden[batch.sampled_rows].float()
 
     def _call(self, module: Any, batch: Batch, **options: Any) -> Any:

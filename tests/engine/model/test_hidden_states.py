@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from server.checkpoint.classes import add_image_outputs
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, RequestOutput, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
+from tests.checkpoint.layouts import config_of, random_model
+from tests.checkpoint.multimodal import CLASSES
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.greedy_answers import small
 from tests.engine.models import tiny_model
@@ -59,6 +62,20 @@ def test_states_are_those_of_transformers_beside_sequences_that_generate(family:
             torch.testing.assert_close(state(output), expected(model, prompt), atol=1e-4, rtol=1e-4)
             assert tokens(outputs[f"g{i}"]) == tokens(alone[f"g{i}"])
     assert engine.stats().kv_blocks_used == 0
+
+
+@pytest.mark.parametrize("family", ["llama4", "llava"])
+def test_states_of_multimodal_classes(family: str) -> None:
+    """Llama 4's is its own base model, and its text's class has a head of its own."""
+    model = random_model(config_of(family, **CLASSES[family]))
+    add_image_outputs(model)
+    prompt = PROMPTS[1]
+    with torch.inference_mode():
+        wanted = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0, -1]
+    for config in (EAGER, CONFIG):
+        engine = Engine(build_runner(copy.deepcopy(model), config), config)
+        (output,) = run_together(engine, embedding_of(prompt, "e"))["e"]
+        torch.testing.assert_close(state(output), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_an_adapter_changes_them_as_in_peft(tmp_path: Path) -> None:

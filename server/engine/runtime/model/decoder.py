@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 # transformers' older classes have names of their own for them.
 _NAMES = ("layers", "h", "blocks", "block")
@@ -33,8 +33,14 @@ def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
     return next((layers for layers in lists if isinstance(layers, nn.ModuleList)), None)
 
 
+def without_head(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that gives hidden states; Llama 4's multimodal class gives itself as its base model."""
+    base: nn.Module = model.base_model
+    return _decoder(model) if base is model else base
+
+
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """What has the layers. Llama 4's class of text gives itself as its decoder."""
+    """What has the layers. Llama 4's class of text, within a multimodal one or alone, gives itself as its decoder."""
     found: nn.Module = model.get_decoder()
     inner = getattr(found, "model", None)
-    return inner if found is model and isinstance(inner, nn.Module) else found
+    return inner if isinstance(found, GenerationMixin) and isinstance(inner, nn.Module) else found
