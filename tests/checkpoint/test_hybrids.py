@@ -140,6 +140,17 @@ def test_experts_in_nf4(model_type: str, tmp_path: Path, caplog: pytest.LogCaptu
         check_greedy(reference, prompt, answer)
 
 
+def test_experts_between_projections_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nemotron 3 Super's."""
+    settings = MODELS["nemotron_h"] | {"moe_latent_size": 32}
+    reference = save_moe(tmp_path / "model", random_model(config_of("nemotron_h", **settings)).float())
+    with caplog.at_level(logging.INFO):
+        found = served(tmp_path / "model", CONFIG.model_copy(update={"enforce_eager": False}))
+    assert "layers are written ones" in caplog.text
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        check_greedy(reference, prompt, answer)
+
+
 @pytest.mark.parametrize("eager", [True, False], ids=["transformers' layers", "written layers"])
 def test_the_publishers_skip_list(tmp_path: Path, eager: bool) -> None:
     """Its compute dtype, float16, is the file's and not the engine's: states stay in float32."""

@@ -13,6 +13,7 @@ import nf4_kernels.cuda.top_k  # noqa: F401 - these two register torch.ops.nf4
 from server.engine.runtime import exchange
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm
+from server.engine.runtime.layers.projection import Projection
 
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """x [T, width] to the routing weights and the experts of each token, both [T, top_k]."""
@@ -30,12 +31,17 @@ class Experts:
     """[T, width] to [T, 1]: the shared expert's result is multiplied by its sigmoid."""
     is_partial: bool = False
     """Whether the result is this rank's part of a sum."""
+    latent: tuple[Projection, Projection] | None = None
+    """From the width to that of the experts, and back (Nemotron 3 Super)."""
 
     def __call__(self, x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None) -> torch.Tensor:
         """residual + the result for norm(x), x [T, width]."""
         x = x if norm is None else norm(x)
         weights, experts = self.router(x)
-        y: torch.Tensor = self.experts(x, experts, weights)
+        if self.latent is None:
+            y: torch.Tensor = self.experts(x, experts, weights)
+        else:
+            y = self.latent[1](self.experts(self.latent[0](x), experts, weights))
         if self.shared is not None:
             z = self.shared(x, None, None)
             y = y + (z if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * z)

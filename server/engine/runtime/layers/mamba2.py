@@ -156,7 +156,7 @@ def _rule(module: Any, convolution: nn.Conv1d, norm: Any, limit: tuple[float, fl
         eps=0.0 if norm is None else float(norm.variance_epsilon),
         dt_limit=limit,
         groups=module.n_groups,
-        norm_groups=width // int(getattr(norm, "group_size", width // module.n_groups)),
+        norm_groups=_norm_groups(norm, width),
         norm_before_gate=bool(getattr(norm, "norm_before_gate", False)),
         state_dim=module.ssm_state_size,
         head_dim=module.head_dim,
@@ -164,6 +164,12 @@ def _rule(module: Any, convolution: nn.Conv1d, norm: Any, limit: tuple[float, fl
         input_multiplier=float(getattr(module, "ssm_in_multiplier", 1.0)),
         column_multipliers=None if multipliers is None else multipliers.flatten().to(dtype),
     )
+
+
+def _norm_groups(norm: Any, width: int) -> int:
+    """The parts that a gated norm divides; without a word of them it is of the whole width, as in transformers 5.17."""
+    size = getattr(norm, "group_size", None)
+    return int(getattr(norm, "n_groups", 1)) if size is None else width // int(size)
 
 
 def _wide(parameter: torch.Tensor) -> torch.Tensor:

@@ -307,6 +307,7 @@ def _read_experts(module: nn.Module, is_partial: bool) -> Experts:
     experts, router = children.pop("experts"), children.pop("gate", children.pop("router", None))
     shared = children.pop("shared_experts", children.pop("shared_expert", None))
     gate = children.pop("shared_expert_gate", None)
+    latent = [projection_of(children.pop(name)) for name in ("fc1_latent_proj", "fc2_latent_proj") if name in children]
     if router is None or children:
         raise UnknownLayerError(f"{type(module).__name__} has {', '.join(['experts', *children])}")
     dense = None if shared is None else _read_dense(shared)
@@ -314,4 +315,5 @@ def _read_experts(module: nn.Module, is_partial: bool) -> Experts:
         # The launch that sums the ranks' results adds the residual, too.
         experts, is_partial = experts.experts, True
     bias: torch.Tensor | None = getattr(module, "expert_bias", None)
-    return Experts(read_router(router, bias), experts, dense, gate, is_partial)
+    both = (latent[0], latent[1]) if len(latent) == 2 else None
+    return Experts(read_router(router, bias), experts, dense, gate, is_partial, both)

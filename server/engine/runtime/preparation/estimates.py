@@ -101,7 +101,8 @@ def step_bytes(text: Any, tokens: int, sequences: int) -> int:
         inner = experts * (getattr(text, "moe_intermediate_size", None) or inner)
     heads = text.num_attention_heads
     width = max(heads * (getattr(text, "head_dim", None) or text.hidden_size // heads), 0 if experts else dense)
-    chunk = MAX_LIVE_BYTES if "linear_attention" in kinds_of_layers(text) else 0
+    # Chunks of prompts over states that are matrices.
+    chunk = MAX_LIVE_BYTES if any(kind in STATE_KINDS and kind != "conv" for kind in kinds_of_layers(text)) else 0
     activations = max(tokens, sequences) * (3 * inner + 6 * text.hidden_size) * DTYPE.itemsize
     return int(chunk + activations + DTYPE.itemsize * width * text.hidden_size + 12 * sequences * text.vocab_size)
 
