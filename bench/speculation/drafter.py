@@ -40,6 +40,7 @@ from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.step import Drafts, Step
 from server.engine.speculation.costs import StepCosts
 from server.engine.speculation.drafts import DraftSpeculator
+from server.engine.speculation.lookup import LookupProposer
 from server.engine.start import load_runner
 from server.engine.supervisor.child import ENVIRONMENT
 from server.types import EngineStats, GenerateRequest, SamplingParams
@@ -53,28 +54,20 @@ _numbers = itertools.count()
 _chance = random.Random(0)
 
 
-class Drafter:
+class Drafter(LookupProposer):
     """Proposes tokens each of which is taken to be accepted with one probability."""
 
     def __init__(self, right: float) -> None:
+        super().__init__(0)
         self._right = right
-        self.known = 0
-
-    def follow(self, tokens: list[int], known: int, most: int) -> int:
-        """See Proposer."""
-        more, self.known = known - self.known, known
-        return more
 
     def survival(self, count: int) -> list[float]:
-        """See Proposer."""
         return [self._right ** (place + 1) for place in range(count)]
 
     def promise(self, unknown: int, count: int) -> float:
-        """See Proposer."""
         return sum(self.survival(unknown + count)[unknown:])
 
     def propose(self, count: int) -> list[int]:
-        """See Proposer."""
         return list(range(5, 5 + count))
 
 
@@ -99,8 +92,7 @@ def drafting(engine: Engine, right: float, count: int | None = None) -> Iterator
 
     def planned(step: Step) -> Drafts:
         for chunk in step.chunks:
-            if chunk.sequence.proposer is None:
-                chunk.sequence.proposer = Drafter(right)
+            speculator.proposers.setdefault(chunk.sequence, Drafter(right))
         return plan(step)
 
     with patch.object(speculator, "plan", planned), patch.object(verification, "num_accepted", partial(_drawn, right)):

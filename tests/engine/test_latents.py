@@ -92,7 +92,7 @@ def test_latents_on_cuda_where_no_kernel_attends_over_heads() -> None:
         _check(reference, request.prompt_token_ids, outputs[request.request_id])
 
 
-def test_guesses_are_checked_over_latents() -> None:
+def test_draft_tokens_are_verified_over_latents() -> None:
     model = tiny_model("youtu")
     config = CONFIG.model_copy(update={"speculation": "lookup"})
     prompt = [5, 9, 60, 7] * 8

@@ -8,6 +8,7 @@ from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.columns import Decoding
 from server.engine.scheduling.pace import PrefillPace
+from server.engine.scheduling.prefix_cache import PrefixCache
 from server.engine.scheduling.running import RunningSequences
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.engine.scheduling.snapshots import NO_SLOT, Snapshots
@@ -24,8 +25,7 @@ class Scheduler:
     blocks. Then the newest running sequence is preempted: it gives its blocks back, keeps its tokens, and computes them
     again when it is admitted anew, before any newer request.
 
-    With prefix_caching a sequence starts with the blocks that hold its first tokens already. Only full blocks whose
-    computation has succeeded are shared, and the last token is always computed, so nobody writes to a shared block.
+    With prefix_caching a sequence starts with the blocks that hold its first tokens already.
     """
 
     def __init__(
@@ -54,19 +54,11 @@ class Scheduler:
         # Every running sequence must be able to decode in every step.
         self._budget = max(max_num_batched_tokens, max_num_seqs)
         self._max_model_len = max_model_len
-        self._prefix_caching = prefix_caching
+        self.prefix_cache = PrefixCache(blocks, prefix_caching, snapshots)
         self.pace = pace
-        self._snapshots = snapshots
         self._backups = backups
-        if snapshots is not None:
-            # Blocks without a state at their end are of no use, and the other way round.
-            blocks.on_forget = snapshots.forget
         self._waiting, self._running = deque[Sequence](), RunningSequences()
         self._by_id: dict[str, Sequence] = {}
-        self.prefix_queries = 0
-        """Tokens of new sequences that were looked up in the prefix cache."""
-        self.prefix_hits = 0
-        """Looked-up tokens that were found."""
 
     @property
     def has_work(self) -> bool:
@@ -120,10 +112,10 @@ class Scheduler:
             budget = min(budget, self.pace.tokens)
         for sequence in prefilling:
             if budget > 0 and sequence.phase is Phase.RUNNING:
-                budget -= self._add_prefill(step, sequence, budget)
+                budget -= self.prefix_cache.add_prefill(step, sequence, budget)
         while self._waiting and budget > 0 and not step.preempted and self._admit(self._waiting[0]):
             step.admitted.append(self._waiting.popleft())
-            budget -= self._add_prefill(step, step.admitted[-1], budget)
+            budget -= self.prefix_cache.add_prefill(step, step.admitted[-1], budget)
         if step.size > decoding:
             step.put_single_first()
         return step
@@ -175,7 +167,7 @@ class Scheduler:
     def _resolve_columns(self, decoding: Decoding, tokens: list[int]) -> None:
         sequences = decoding.columns.sequences
         noted = decoding.resolve(tokens)
-        filled = decoding.filled(self._blocks.block_size) if self._prefix_caching else ()
+        filled = decoding.filled(self._blocks.block_size) if self.prefix_cache.enabled else ()
         for place in sorted(noted.union(filled)):
             sequence = sequences[place]
             if place in noted:
@@ -183,7 +175,7 @@ class Scheduler:
             self._settle(sequence)
 
     def _resolve_chunks(self, chunks: Chunks, tokens: list[int]) -> None:
-        finished, block_size, naming = Phase.FINISHED, self._blocks.block_size, self._prefix_caching
+        finished, block_size, naming = Phase.FINISHED, self._blocks.block_size, self.prefix_cache.enabled
         following = iter(tokens)
         for chunk in chunks:
             sequence = chunk.sequence
@@ -211,8 +203,7 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence) -> None:
         """Name the KV blocks of a sequence that are full, and remove it if it has ended."""
-        if self._prefix_caching and sequence.num_computed >= (sequence.num_named + 1) * self._blocks.block_size:
-            self._name_blocks(sequence)
+        self.prefix_cache.name_blocks(sequence)
         if sequence.finish_reason is not None and sequence.phase is not Phase.FINISHED:
             self._remove(sequence)
 
@@ -253,45 +244,16 @@ class Scheduler:
         step.start_with(decoding, chunks)
         return prefilling
 
-    def _add_prefill(self, step: Step, sequence: Sequence, budget: int) -> int:
-        """Step.add_prefill(), of a chunk that ends where a snapshot of states is to be taken."""
-        snapshots, start = self._snapshots, sequence.num_computed
-        place = None if snapshots is None else snapshots.place_after(sequence)
-        length = step.add_prefill(sequence, budget if place is None else min(budget, place - start))
-        if length:
-            (restored, sequence.snapshot), saved = (sequence.snapshot, NO_SLOT), NO_SLOT
-            if snapshots is not None and place == start + length:
-                saved = snapshots.take_for(sequence, place)
-            step.copy_states(restored, saved)
-        return length
-
     def _admit(self, sequence: Sequence) -> bool:
         if len(self._running) >= self._max_num_seqs:
             return False
-        found, snapshot, branch = list[int](), NO_SLOT, 0
-        if self._prefix_caching:
-            # The blocks that hold its first tokens, all but its last at most.
-            keys = sequence.block_keys(self._blocks.block_size, len(sequence.tokens) - 1)
-            found = self._blocks.find(keys)
-            if self._snapshots is not None:
-                count, snapshot = self._snapshots.find(keys[: len(found)])
-                if count < len(found) and self._snapshots.is_branch(keys[len(found) - 1]):
-                    branch = len(found) * self._blocks.block_size
-                found = found[:count]
+        found = self.prefix_cache.find(sequence)
         needed = self._blocks.missing(found, len(sequence.tokens)) + self._blocks.num_unheld(found)
         # Each running sequence keeps a spare block, or the admission would at once cause a preemption.
         if needed > self._blocks.num_free - len(self._running) and self._running.all:
             return False
         self._blocks.share(found)
-        # A preempted sequence finds its own blocks again, which would count as a hit of its prompt.
-        looked_up = self._prefix_caching and not sequence.was_admitted and sequence.sampling.prompt_logprobs is None
-        sequence.start_with(found, len(found) * self._blocks.block_size)
-        sequence.snapshot, sequence.branch = snapshot, branch
-        if looked_up and snapshot != NO_SLOT and self._snapshots is not None:
-            self._snapshots.hits += 1
-        if looked_up:
-            self.prefix_queries += sequence.num_prompt
-            self.prefix_hits += sequence.num_cached
+        self.prefix_cache.begin(sequence, found)
         self._blocks.grow(sequence.blocks, len(sequence.tokens))
         sequence.take_row(self._tables)
         if self._backups:
@@ -299,17 +261,6 @@ class Scheduler:
         sequence.phase = Phase.RUNNING
         self._running.add(sequence)
         return True
-
-    def _name_blocks(self, sequence: Sequence) -> None:
-        """Let other sequences find the full blocks of a running sequence that are computed."""
-        if sequence.phase is Phase.RUNNING:
-            named, full = sequence.num_named, sequence.num_computed // self._blocks.block_size
-            keys = sequence.block_keys(self._blocks.block_size, sequence.num_computed, named)
-            for block, key in zip(sequence.blocks[named:full], keys, strict=True):
-                self._blocks.name(block, key)
-            sequence.num_named = full
-            if self._snapshots is not None:
-                self._snapshots.note_named(sequence, named)
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Take the block that the sequence's next token needs; False when the sequence itself had to be preempted."""
@@ -329,10 +280,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence, preempted=True)
-        self._blocks.release(sequence.blocks)
-        sequence.give_row_back()
-        if self._snapshots is not None:
-            self._snapshots.drop(sequence)
+        self._release(sequence)
         sequence.num_computed = sequence.num_named = 0
         sequence.phase = Phase.WAITING
         self._waiting.appendleft(sequence)
@@ -342,9 +290,12 @@ class Scheduler:
             self._running.remove(sequence)
         elif sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
-        if self._snapshots is not None:
-            self._snapshots.drop(sequence)
-        self._blocks.release(sequence.blocks)
-        sequence.give_row_back()
+        self._release(sequence)
         sequence.phase = Phase.FINISHED
         del self._by_id[sequence.request_id]
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back all that a sequence holds."""
+        self.prefix_cache.drop(sequence)
+        self._blocks.release(sequence.blocks)
+        sequence.give_row_back()

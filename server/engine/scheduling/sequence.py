@@ -75,31 +75,6 @@ class Constraint(Protocol):
         ...
 
 
-class Proposer(Protocol):
-    """Proposes a sequence's next tokens as draft tokens; see server.engine.speculation."""
-
-    @property
-    def known(self) -> int:
-        """Tokens that have been followed."""
-        ...
-
-    def follow(self, tokens: list[int], known: int, most: int) -> int:
-        """Follow tokens[:known], at most `most` tokens more than so far; returns how many were followed."""
-        ...
-
-    def survival(self, count: int) -> list[float]:
-        """How likely it is, for each of the next count draft tokens, that it and all before it are accepted."""
-        ...
-
-    def promise(self, unknown: int, count: int) -> float:
-        """Mean number of accepted ones among up to count draft tokens; unknown: 1 if the newest token is not known yet."""
-        ...
-
-    def propose(self, count: int) -> list[int]:
-        """The next count tokens, as far as there is a proposal."""
-        ...
-
-
 @dataclass(frozen=True)
 class LoadedAdapter:
     """A LoRA adapter on the device."""
@@ -185,8 +160,6 @@ class Sequence:
         self.embeds = sampling.embed
         """Whether it wants its last hidden state instead of a token."""
         self.constraint: Constraint | None = None
-        self.proposer: Proposer | None = None
-        """Proposes its next tokens, once it has been asked."""
         self.prompt_scores: dict[int, TokenLogprob] = {}
         """Log-probabilities of prompt tokens by position, where the request wants them."""
 

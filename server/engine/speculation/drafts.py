@@ -60,7 +60,7 @@ class DraftState:
     """Tokens whose keys and values of the draft model are in these blocks."""
     rate: float | None = None
     """The share of its draft tokens that were accepted lately."""
-    num_judged: int = 0
+    num_verified: int = 0
     """Draft tokens that the rate has been learned from."""
 
 
@@ -182,9 +182,9 @@ class DraftSpeculator(Speculator):
         for place in range(min(accepted + 1, drafted)):
             right = place < accepted
             if state.rate is not None:
-                learned = max(_LEARNING_RATE, 1 / (_FIRST_TOKENS + state.num_judged))
+                learned = max(_LEARNING_RATE, 1 / (_FIRST_TOKENS + state.num_verified))
                 state.rate += (right - state.rate) * learned
-                state.num_judged += 1
+                state.num_verified += 1
             self._rate += (right - self._rate) * _COMMON_LEARNING_RATE
         if sequence.phase is Phase.RUNNING:
             # The last draft token has not been computed.

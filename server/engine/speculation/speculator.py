@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from heapq import nlargest
+from weakref import WeakKeyDictionary
 
-from server.engine.scheduling.sequence import Proposer, Sequence
+from server.engine.scheduling.sequence import Sequence
 from server.engine.scheduling.step import Drafts, Step
 from server.engine.speculation.costs import MAX_DRAFT_TOKENS, StepCosts, gains_of
 from server.engine.speculation.lookup import LookupProposer
@@ -19,6 +20,7 @@ class Speculator:
     def __init__(self, costs: StepCosts, max_model_len: int) -> None:
         self.costs = costs
         self._max_model_len = max_model_len
+        self.proposers: WeakKeyDictionary[Sequence, LookupProposer] = WeakKeyDictionary()
         self.drafts = 0
         """Times that a sequence had draft tokens in a step."""
         self.draft_tokens = 0
@@ -50,22 +52,21 @@ class Speculator:
             counts[sequence] = counts.get(sequence, 0) + 1
         drafts: dict[str, list[int]] = {}
         for sequence, count in counts.items():
-            assert sequence.proposer is not None
-            tokens, constraint = sequence.proposer.propose(count), sequence.constraint
+            tokens, constraint = self.proposers[sequence].propose(count), sequence.constraint
             if constraint is not None:
                 tokens = tokens[: constraint.permitted(tokens)]
             if tokens:
                 drafts[sequence.request_id] = tokens
         return drafts
 
-    def _candidates(self, step: Step) -> tuple[float, list[tuple[Sequence, Proposer, int, int]]]:
+    def _candidates(self, step: Step) -> tuple[float, list[tuple[Sequence, LookupProposer, int, int]]]:
         """How many tokens the draft tokens of a step's sequences promise, and the sequences that may have some.
 
         With each its proposer, the most draft tokens, and how many tokens are not known yet: one of these must be the first
         draft token for the others to come up.
         """
         budget, promised = FOLLOWED_PER_STEP, 0.0
-        candidates: list[tuple[Sequence, Proposer, int, int]] = []
+        candidates: list[tuple[Sequence, LookupProposer, int, int]] = []
         chunks = step.chunks
         # Not every sequence can get the largest number of draft tokens.
         reach = min(MAX_DRAFT_TOKENS, 3 * (self.costs.max_tokens - len(chunks)) // len(chunks) + 1)
@@ -73,9 +74,9 @@ class Speculator:
             sequence = chunk.sequence
             if not sequence.sampling.speculation:
                 continue
-            proposer = sequence.proposer
+            proposer = self.proposers.get(sequence)
             if proposer is None:
-                proposer = sequence.proposer = LookupProposer(sequence.num_prompt)
+                proposer = self.proposers[sequence] = LookupProposer(sequence.num_prompt)
             unknown = int(sequence.has_placeholder)
             known = len(sequence.tokens) - unknown
             if proposer.known < known:

@@ -104,7 +104,7 @@ def history(
     assert (in_columns > 20) == columns
     grammars = [own.constraint.taken for own in sequences if isinstance(own.constraint, Grammar)]
     ends = [(own.request_id, own.tokens, own.finish_reason, own.stop_token_id) for own in sequences]
-    return steps, [ends, grammars, scheduler.num_preemptions, scheduler.prefix_hits]
+    return steps, [ends, grammars, scheduler.num_preemptions, scheduler.prefix_cache.hits]
 
 
 def check_columns(step: Step) -> None:

@@ -96,7 +96,7 @@ def test_chunks_end_where_snapshots_are_taken() -> None:
         (40, 8, True, True), (48, 7, False, False),
     ]  # fmt: skip
     assert snapshots.hits == 2
-    assert scheduler.prefix_hits == 80
+    assert scheduler.prefix_cache.hits == 80
 
 
 def test_one_prompt_takes_a_part_of_the_snapshots_only() -> None:

@@ -277,7 +277,7 @@ def test_first_draft_tokens_move_a_sequences_rate_further_than_later_ones(model:
         before = state.rate
         speculator.count(sequence, 1, 0)
         moved.append(1 - state.rate / before)
-    assert state.num_judged == 40
+    assert state.num_verified == 40
     assert moved == pytest.approx(sorted(moved, reverse=True))
     assert moved[0] == pytest.approx(1 / 8)
     assert moved[-1] == pytest.approx(1 / 24)
