@@ -32,7 +32,6 @@ from tests.engine.speculation.engines import CHEAP
 from tests.moe_checkpoints import is_projection, save_moe
 from tests.nf4_kernels.weights import FIXED_POINT
 from tests.parallel.rank import EAGER, answers, answers_of_ranks, check_same, prompts_of
-from tests.parallel.test_images import answered
 from tests.parallel.test_workers import failed, silent
 
 # Two of four ranks have the same KV head.
@@ -53,7 +52,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": DELTA | EXPERTS,
     "lfm2": CONVOLUTION,
     "lfm2_moe": EXPERTS,
-    "lfm2_vl": {},
 }
 # A KV cache of few tokens takes the least bytes that may be configured.
 WIDE: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 8}
@@ -83,7 +81,7 @@ def save(model_type: str, folder: Path, **sizes: Any) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("count", "types"),
     [
-        pytest.param(2, ("qwen3_5", "lfm2"), id="two"),
+        pytest.param(2, ("qwen3_5", "lfm2"), id="two", marks=pytest.mark.rest),
         pytest.param(2, ("qwen3_5_text", "qwen3_next"), id="two, a and b in NF4", marks=pytest.mark.rest),
         pytest.param(2, ("qwen3_5_moe_text", "lfm2_moe"), id="two, mixtures", marks=pytest.mark.rest),
         pytest.param(4, ("qwen3_5", "qwen3_next", "lfm2"), id="four", marks=pytest.mark.slow),
@@ -232,14 +230,3 @@ def test_heads_that_do_not_divide_are_named(tmp_path: Path) -> None:
     what = r"linear attention 3 key heads and 6 value heads of 32 features; possible: 1$"
     with pytest.raises(CheckpointError, match=what):
         load_ranks(tmp_path, config, silent, failed, [])
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("model_type", ["qwen3_5", "lfm2_vl"])
-def test_images_on_several_ranks(model_type: str, tmp_path: Path) -> None:
-    """The first rank has the tower, and every rank has the states that an image's tokens leave."""
-    save(model_type, tmp_path / "model")
-    (tmp_path / "model" / "preprocessor_config.json").write_text("{}")
-    one, several = (answered(tmp_path / "model", model_type, ranks)[0] for ranks in (1, 2))
-    for index, (expected, found) in enumerate(zip(one, several, strict=True)):
-        assert found.same_as(expected, TOLERANCE), (index, found, expected)
