@@ -17,8 +17,8 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.parallel.start import load_ranks
 from server.engine.runtime.preparation.assembly import build_runner
+from tests.checkpoint.further_families import settings_of
 from tests.checkpoint.layouts import config_of, random_model, reference_model, save_nf4, silent
-from tests.checkpoint.multimodal import CLASSES
 from tests.engine.model.image_prompts import NEW_TOKENS, Picture, Prompt, given_to_transformers, outputs_of
 
 pytestmark = [
@@ -39,6 +39,18 @@ QWEN = {
     | {"rope_parameters": {"rope_type": "default", "mrope_section": [12, 10, 10], "rope_theta": 1e4}},
     "vision_config": {"out_hidden_size": 256},
 }
+QWEN3_5 = {
+    "text_config": TEXT
+    | {"head_dim": 128, "num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3}
+    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    | {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        }
+    },
+    "vision_config": {"out_hidden_size": 256},
+}  # fmt: skip
 GEMMA_3 = {
     "text_config": TEXT | {"sliding_window": 40},
     "vision_config": {"image_size": 112},
@@ -66,6 +78,7 @@ def pixels(seed: int, *shape: int) -> torch.Tensor:
 FAMILIES: dict[str, tuple[dict[str, Any], Callable[[int], Picture]]] = {
     "qwen2_5_vl": (QWEN, qwen),
     "qwen3_vl": (QWEN, qwen),
+    "qwen3_5": (QWEN3_5, qwen),
     "gemma3": (GEMMA_3, gemma3),
 }
 """By model type: its configuration and its images."""
@@ -111,16 +124,18 @@ def check_images(
     With several ranks, the others are left running.
     """
     changes, picture = FAMILIES[name]
-    model = random_model(config_of(name, **merged(CLASSES[name], changes)), size=0.08)
+    model = random_model(config_of(name, **merged(settings_of(name), changes)), size=0.08)
     if name == "gemma3":
         # It scales embeddings by 16, and would repeat its last token whatever else it reads.
         model.get_input_embeddings().weight.data *= 0.2
-        for layer in model.get_decoder().layers:
-            layer.self_attn.q_norm.weight.data += 2.0  # attend to few tokens rather than to all
+    if name in ("gemma3", "qwen3_5"):
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("q_norm.weight"):
+                parameter.data += 2.0  # attend to few tokens rather than to all
     save_nf4(model, folder / "model")
     config = EngineConfig(
         device=device.type, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=512, kv_cache_bytes=2**24,
-        tensor_parallel_size=ranks,
+        tensor_parallel_size=ranks, state_snapshot_bytes=2**24,
     )  # fmt: skip
     if ranks > 1:
         (folder / "model" / "preprocessor_config.json").write_text("{}")
