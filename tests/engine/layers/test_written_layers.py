@@ -21,6 +21,7 @@ from server.engine.runtime.layers.experts import LogitsRouter, ModuleRouter, rea
 from server.engine.runtime.layers.norm import RmsNorm, read_rms_norm
 from server.engine.runtime.layers.spec import UnknownLayerError, _angle_step, read_layer
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
+from server.engine.runtime.model.latents import keep_latents
 from server.engine.runtime.model.projections import replace_projections
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation import written_layers
@@ -214,7 +215,10 @@ def _watch(monkeypatch: pytest.MonkeyPatch, name: str, called: list[str]) -> Non
     monkeypatch.setattr(torch.ops.nf4, name, watched)
 
 
-WRITTEN_MIXTURES = ("glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+WRITTEN_MIXTURES = (
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe",
+    "qwen3_moe",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", sorted(MIXTURES))
@@ -225,6 +229,7 @@ def test_which_mixtures_have_written_layers(family: str, tmp_path: Path) -> None
     model = load_model(tmp_path, torch.device("cpu"), torch.float32, lambda *_: None)
     replace_projections(model)
     use_cpu_kernels(model)
+    keep_latents(model)
     spec = CacheSpec.of(model, CONFIG)
     paged = PagedModel(model, spec.backend(40), CONFIG.block_size)
     assert bool(written_layers.write_layers(paged, spec.options)) == (family in WRITTEN_MIXTURES)

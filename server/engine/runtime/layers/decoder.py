@@ -9,6 +9,7 @@ import torch
 
 from server.engine.runtime.layers.attention import Angles, Attention
 from server.engine.runtime.layers.experts import Experts
+from server.engine.runtime.layers.latent_attention import LatentAttention
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.state_layers import StateMixer
@@ -36,7 +37,7 @@ class ParallelMixers:
         return y if residual is None else residual + y
 
 
-Mixer = Attention | StateMixer | ParallelMixers
+Mixer = Attention | LatentAttention | StateMixer | ParallelMixers
 """What brings a sequence's tokens together. Called with x, the norm of x, rotary angles and the residual that it adds."""
 FeedForward = GatedMlp | Mlp | Experts
 
@@ -75,15 +76,18 @@ class DecoderLayer:
     """[1]: what the result is multiplied by (Gemma 4)."""
 
     def __call__(
-        self, hidden_states: torch.Tensor, *_: Any, position_embeddings: Angles | None = None, **__: Any
+        self, hidden_states: torch.Tensor, *_: Any, position_embeddings: Angles | torch.Tensor | None = None, **__: Any
     ) -> torch.Tensor:
         """Hidden states [1, T, width] to the same shape, as transformers' layer is called. Overwrites its input.
 
-        position_embeddings: cos and sin [1, T, columns].
+        position_embeddings: cos and sin [1, T, columns], or complex [1, T, columns / 2].
         """
         x = hidden_states.view(-1, hidden_states.shape[-1])
         angles = None
         if position_embeddings is not None:
+            if isinstance(position_embeddings, torch.Tensor):
+                # DeepSeek V2's are complex numbers, one for each pair of elements.
+                position_embeddings = position_embeddings.real.repeat(1, 1, 2), position_embeddings.imag.repeat(1, 1, 2)
             cos, sin = position_embeddings
             angles = cos.view(-1, cos.shape[-1]), sin.view(-1, sin.shape[-1])
         block, mixer, mlp = self.mixer_block, self.mixer, self.mlp

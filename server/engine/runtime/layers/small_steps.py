@@ -144,7 +144,7 @@ class _Layer:
         attention, mlp = layer.mixer, layer.mlp
         blocks = layer.mixer_block, layer.mlp_block
         if not isinstance(attention, Attention) or attention.is_gated:
-            raise UnsuitableError("layers have states, or attention with gates")
+            raise UnsuitableError("layers have states, latents, or attention with gates")
         if any(block.multiplier != 1.0 for block in blocks) or layer.scale is not None:
             raise UnsuitableError("layers multiply what they add, or their result")
         if not isinstance(mlp, GatedMlp) or mlp.activation not in IN_LAUNCH:

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.calls import LATENT_HEADS
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.layers.attention import Attention
 from server.engine.runtime.layers.decoder import Block, DecoderLayer, FeedForward, Mixer, ParallelMixers
 from server.engine.runtime.layers.experts import Experts, read_router
+from server.engine.runtime.layers.latent_attention import LatentAttention, read_latent_attention
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp, read_activation
 from server.engine.runtime.layers.norm import RmsNorm, read_norm, read_rms_norm
 from server.engine.runtime.layers.projection import JoinedProjection, joined, projection_of
@@ -75,7 +77,9 @@ def read_layer(
     mixers: dict[str, Mixer] = {}
     name = attention_name(layer)
     if options is not None and name is not None:
-        mixers[name] = _read_attention(_children(layer, (name,))[name], index, options)
+        module = _children(layer, (name,))[name]
+        is_latent = getattr(module, LATENT_HEADS, None) is not None
+        mixers[name] = (_read_latent if is_latent else _read_attention)(module, index, options)
     if states is not None:
         mixers |= {name: states.mixers[own] for name, own in layer.named_children() if own in states.mixers}
     if {name for name, _ in layer.named_children()} == {"norm", "mixer"}:
@@ -83,6 +87,13 @@ def read_layer(
     if not mixers:
         raise UnknownLayerError(f"{type(layer).__name__} has no mixer")
     return _with_mixer(layer, tuple(mixers), _joined_mixers(layer, list(mixers.values())))
+
+
+def _read_latent(module: nn.Module, index: int, options: AttentionOptions) -> LatentAttention:
+    try:
+        return read_latent_attention(module, index, options)
+    except ValueError as e:
+        raise UnknownLayerError(f"{type(module).__name__} {e}") from e
 
 
 def _joined_mixers(layer: Any, mixers: list[Mixer]) -> Mixer:
@@ -118,7 +129,7 @@ def _with_mixer(layer: nn.Module, mixer_names: tuple[str, ...], mixer: Mixer) ->
     if beside is not None:
         mlp = _with_shared(mlp, children[beside])
     before, after, before_mlp, after_mlp = (None if name is None else read_norm(norms[name]) for name in places)
-    multiplier = float(getattr(layer, "residual_multiplier", 1.0))
+    multiplier = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
     of_mlp = multiplier * float(getattr(children[mlp_name], "down_multiplier", 1.0))
     blocks = Block(before, after, multiplier), Block(before_mlp, after_mlp, of_mlp)
     is_parallel = len(norms) == 1
