@@ -109,18 +109,15 @@ def loading_of(info: CheckpointInfo) -> Loading:
         return Loading(AutoModelForCausalLM, config.get_text_config(), _TEXT_CLASSES[info.model_type])
     if mapping is MODEL_FOR_CAUSAL_LM_MAPPING:
         return Loading(AutoModelForCausalLM, config)
-    return Loading(AutoModelForImageTextToText, config, _names_of_text(info, mapping[type(config)]))
+    return Loading(AutoModelForImageTextToText, config, _names_of_text(info))
 
 
-def _names_of_text(info: CheckpointInfo, model_class: type[PreTrainedModel]) -> dict[str, str] | None:
-    """The names of a class with the text's model in model.language_model, where files have it elsewhere; None elsewhere.
+def _names_of_text(info: CheckpointInfo) -> dict[str, str] | None:
+    """The names of Gemma 4's class for files that have its text's model elsewhere than in model.language_model.
 
-    transformers renames those of older classes by itself, and has no rule for newer ones (Gemma 4).
+    None for other files and classes: transformers has rules of its own for older ones.
     """
-    tied = getattr(model_class, "_tied_weights_keys", None)
-    if not isinstance(tied, dict) or tied.get("lm_head.weight") != f"{_TEXT}embed_tokens.weight":
-        return None
-    if any(name.startswith(_TEXT) for name in info.tensors):
+    if not info.model_type.startswith("gemma4") or any(name.startswith(_TEXT) for name in info.tensors):
         return None
     text = {r"^language_model\.model\.": _TEXT, r"^model\.(?=layers\.|embed_tokens|norm\.|per_layer_)": _TEXT}
     towers = {rf"^{tower}\.": f"model.{tower}." for tower in sorted(TOWERS)}
