@@ -24,8 +24,6 @@ class Scheduler:
     A sequence is admitted when the blocks for all its present tokens are free, so only growth by decoding can run out of
     blocks. Then the newest running sequence is preempted: it gives its blocks back, keeps its tokens, and computes them
     again when it is admitted anew, before any newer request.
-
-    With prefix_caching a sequence starts with the blocks that hold its first tokens already.
     """
 
     def __init__(
