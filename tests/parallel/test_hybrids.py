@@ -56,7 +56,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 # A KV cache of few tokens takes the least bytes that may be configured.
 WIDE: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 8}
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [8, 4, 4]}
-TOLERANCE = 1.2e-2 if cpu.isa() in FIXED_POINT else 1e-3
+TOLERANCE = 2e-2 if cpu.isa() in FIXED_POINT else 1e-3
 """Of log-probabilities, of logits with a deviation of 2.4: kernels in fixed point round (docs/adr/0027)."""
 
 
