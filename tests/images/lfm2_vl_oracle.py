@@ -34,7 +34,11 @@ class InterpolationMode(enum.Enum):
 def resize(
     image: torch.Tensor, size: tuple[int, int], interpolation: InterpolationMode, antialias: bool
 ) -> torch.Tensor:
-    return torch.nn.functional.interpolate(image, size, mode=interpolation.value, antialias=antialias)
+    batch = image if image.dim() == 4 else image[None]
+    # torchvision takes Pillow's numbers, too.
+    mode = interpolation if isinstance(interpolation, InterpolationMode) else InterpolationMode.BICUBIC
+    scaled = torch.nn.functional.interpolate(batch, tuple(size), mode=mode.value, antialias=antialias)
+    return scaled.view(*image.shape[:-2], *size)
 
 
 def normalize(image: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, inplace: bool) -> torch.Tensor:
@@ -49,7 +53,7 @@ def _put_functions() -> None:
     for name in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional"):
         module: Any = ModuleType(f"torchvision{name}")
         module.__spec__, module.__path__ = ModuleSpec(module.__name__, None), []
-        module.__version__ = "0.26.0"
+        module.__version__ = "0.28.0"
         vars(module).update({f.__name__: f for f in (InterpolationMode, resize, normalize, pil_to_tensor)})
         sys.modules[module.__name__] = module
         parent, _, own = module.__name__.rpartition(".")

@@ -22,6 +22,7 @@ from server.engine.runtime.model.image_tower import ImageTower
 from server.engine.runtime.model.projections import replace_projections
 from server.images.decoding import ImageError
 from server.images.lfm2_vl import Lfm2VlLayout, Lfm2VlSettings
+from server.images.pil_processors import PIL_PROCESSORS
 from server.images.processor import ImageProcessor
 from tests.api.images.image_models import KINDS, picture, write_image_model
 from tests.checkpoint.layouts import CPU, change_json, silent
@@ -144,3 +145,29 @@ def test_what_lfm2_vl_does_not_take_is_named(tmp_path: Path) -> None:
 def test_lfm2_vls_settings_in_the_processors_file(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"tile_size": 64, "do_pad": None}}))
     assert Lfm2VlSettings.of(tmp_path) == Lfm2VlSettings(tile_size=64)
+
+
+@pytest.mark.slow
+def test_processors_for_torchvision_alone_are_as_transformers_has_them(tmp_path: Path) -> None:
+    """Their pixels within two levels of 256, which Muse-Glimmer doubles, as Pillow and torch round scaled ones."""
+    sizes = {
+        "gemma4_unified": [(1, 1), (100, 20), (640, 480), (15, 900)],
+        "muse_glimmer": [(1, 1), (100, 20), (640, 480), (15, 900)],
+    }
+    types = {"gemma4_unified": "Gemma4UnifiedImageProcessor", "muse_glimmer": "MuseGlimmerImageProcessor"}
+    for name, own in sizes.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": types[name]}))
+        for seed, (width, height) in enumerate(own):
+            picture(seed, width, height).save(folder / f"{width}.png")
+    command = [sys.executable, "-m", "tests.images.pil_oracle", *(str(tmp_path / name) for name in sizes)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    for name in sizes:
+        processor = PIL_PROCESSORS[name](tmp_path / name)
+        for file in (tmp_path / name).glob("*.png"):
+            found, expected = processor([Image.open(file)], return_tensors="np"), np.load(file.with_suffix(".npz"))
+            for key in ("image_position_ids", "image_grid_thw"):
+                assert key not in expected or np.array_equal(found[key], expected[key])
+            assert found["pixel_values"].shape == expected["pixel_values"].shape
+            assert np.abs(found["pixel_values"] - expected["pixel_values"]).max() <= 4.01 / 255
