@@ -12,7 +12,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from nf4_kernels import cpu, gated_delta
 from tests.nf4_kernels.gated_delta_checks import check_chunks, check_step
 from tests.nf4_kernels.gated_delta_layers import BOUNDS, flags, indices, is_close, random_layer
-from tests.nf4_kernels.weights import using_isa
+from tests.nf4_kernels.weights import using_isa_or_torch
 
 # (key heads, value heads, dk, dv)
 HEADS = [(2, 6, 16, 16), (1, 1, 8, 24), (3, 3, 20, 5), (2, 4, 128, 128)]
@@ -21,13 +21,7 @@ HEADS = [(2, 6, 16, 16), (1, 1, 8, 24), (3, 3, 20, 5), (2, 4, 128, 128)]
 @pytest.fixture(params=["torch", *cpu.ISAS])
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each instruction set that this CPU has, in turn, and plain torch."""
-    if request.param == "torch":
-        monkeypatch.setattr(gated_delta.cpu_gated_delta, "takes", lambda p: False)
-        yield
-        return
-    if cpu.load_error() is not None:
-        pytest.skip("no CPU kernels")
-    with using_isa(request.param):
+    with using_isa_or_torch(request.param, gated_delta.cpu_gated_delta, monkeypatch):
         yield
 
 

@@ -16,19 +16,13 @@ from nf4_kernels.gated_delta_params import Sequences
 from nf4_kernels.mamba2_params import Mamba2
 from tests.nf4_kernels.gated_delta_layers import BOUNDS, flags, indices, is_close
 from tests.nf4_kernels.mamba2_layers import SHAPES, Shape, check, random_layer
-from tests.nf4_kernels.weights import using_isa
+from tests.nf4_kernels.weights import using_isa_or_torch
 
 
 @pytest.fixture(params=["torch", *cpu.ISAS])
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each instruction set that this CPU has, in turn, and plain torch."""
-    if request.param == "torch":
-        monkeypatch.setattr(mamba2.cpu_mamba2, "takes", lambda p: False)
-        yield
-        return
-    if cpu.load_error() is not None:
-        pytest.skip("no CPU kernels")
-    with using_isa(request.param):
+    with using_isa_or_torch(request.param, mamba2.cpu_mamba2, monkeypatch):
         yield
 
 

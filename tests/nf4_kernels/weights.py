@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
@@ -29,6 +30,19 @@ def using_isa(name: str) -> Iterator[None]:
         yield
     finally:
         cpu.set_isa(before)
+
+
+@contextmanager
+def using_isa_or_torch(name: str, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """using_isa(), or with the name "torch" the torch code that is taken where a module of nf4_kernels.cpu takes nothing."""
+    if name == "torch":
+        monkeypatch.setattr(kernels, "takes", lambda p: False)
+        yield
+        return
+    if cpu.load_error() is not None:
+        pytest.skip("no CPU kernels")
+    with using_isa(name):
+        yield
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from nf4_kernels.gated_delta_params import GatedDelta as Tensors
 from server.engine.runtime.layers import delta_chunks, delta_layout
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
-from server.engine.runtime.layers.state_layers import StateMixer
+from server.engine.runtime.layers.state_layers import StateMixer, in_parts
 from server.engine.runtime.model.projections import GroupMember
 from server.engine.runtime.states.kinds import StateKind, gated_delta
 from server.engine.runtime.states.pool import StatePool, StateStep
@@ -115,15 +115,13 @@ class GatedDelta(StateMixer):
 
     def _advanced(self, *rows: torch.Tensor) -> torch.Tensor:
         """[T, value heads * value_dim] of qkv, z, a and b [T, columns]; the states go on by T tokens."""
-        step, rule = self.pool.step, self.rule
-        singles, tokens = step.singles.shape[0], rows[0].shape[0]
-        parts = []
-        if singles:
-            own = self._arguments([row[:singles] for row in rows])
-            parts.append(torch.ops.nf4.gated_delta_step(*own, step.singles, rule.key_heads))
-        if singles < tokens:
-            parts.append(self._chunks(self._arguments([row[singles:] for row in rows]), step))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        step, op, heads = self.pool.step, torch.ops.nf4.gated_delta_step, self.rule.key_heads
+        return in_parts(
+            step,
+            rows,
+            lambda own: op(*self._arguments(own), step.singles, heads),
+            lambda own: self._chunks(self._arguments(own), step),
+        )
 
     def _chunks(self, own: _Arguments, step: StateStep) -> torch.Tensor:
         p = Tensors(*own, self.rule.key_heads)

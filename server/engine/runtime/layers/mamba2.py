@@ -15,7 +15,7 @@ from server.engine.runtime.layers import delta_layout, mamba2_cuda
 from server.engine.runtime.layers.delta_layout import Singles
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
-from server.engine.runtime.layers.state_layers import StateMixer
+from server.engine.runtime.layers.state_layers import StateMixer, in_parts
 from server.engine.runtime.states import kinds
 from server.engine.runtime.states.kinds import StateKind
 from server.engine.runtime.states.pool import StatePool, StateStep
@@ -98,17 +98,17 @@ class Mamba2Mixer(StateMixer):
     def _advanced(self, columns: torch.Tensor) -> torch.Tensor:
         """[T, heads * head_dim] of the projection's columns [T, n]; the states go on by T tokens."""
         step = self.pool.step
-        singles, tokens = step.singles.shape[0], columns.shape[0]
-        parts = []
-        if singles:
-            p = self._tensors(columns[:singles])
-            if p.xbc.is_cuda:
-                parts.append(mamba2_cuda.step(p, self.singles.piece(step.singles)))
-            else:
-                parts.append(mamba2.run(p, Sequences(step.singles)))
-        if singles < tokens:
-            parts.append(self._chunks(self._tensors(columns[singles:]), step))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return in_parts(
+            step,
+            [columns],
+            lambda rows: self._singles(self._tensors(rows[0]), step),
+            lambda rows: self._chunks(self._tensors(rows[0]), step),
+        )
+
+    def _singles(self, p: Mamba2, step: StateStep) -> torch.Tensor:
+        if not p.xbc.is_cuda:
+            return mamba2.run(p, Sequences(step.singles))
+        return mamba2_cuda.step(p, self.singles.piece(step.singles))
 
     def _chunks(self, p: Mamba2, step: StateStep) -> torch.Tensor:
         if not p.xbc.is_cuda:

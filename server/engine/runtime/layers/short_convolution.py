@@ -13,7 +13,7 @@ from torch import nn
 from server.engine.runtime.batch import to_device
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
-from server.engine.runtime.layers.state_layers import StateMixer
+from server.engine.runtime.layers.state_layers import StateMixer, in_parts
 from server.engine.runtime.states.kinds import StateKind, short_convolution
 from server.engine.runtime.states.pool import StatePool, StateStep
 
@@ -52,13 +52,12 @@ class ShortConvolution(StateMixer):
     def _convolved(self, x: torch.Tensor) -> torch.Tensor:
         """The convolution of x [T, C]; the states go on by T tokens."""
         step = self.pool.step
-        singles = step.singles.shape[0]
-        parts = []
-        if singles:
-            parts.append(self._singles(x[:singles], step.singles.long()))
-        if singles < x.shape[0]:
-            parts.append(self._chunks(x[singles:], step))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return in_parts(
+            step,
+            [x],
+            lambda rows: self._singles(rows[0], step.singles.long()),
+            lambda rows: self._chunks(rows[0], step),
+        )
 
     def _singles(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         # Padding's slot, -1, is the spare one, which is the last.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.states.kinds import StateKind
-from server.engine.runtime.states.pool import StatePool
+from server.engine.runtime.states.pool import StatePool, StateStep
 
 
 class StateMixer(ABC):
@@ -31,6 +31,22 @@ class StateMixer(ABC):
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Hidden states [1, T, width] to the same shape, as transformers' module of it is called."""
         return self(hidden_states.view(-1, hidden_states.shape[-1]), None, None, None).view(hidden_states.shape)
+
+
+def in_parts(
+    step: StateStep,
+    rows: Sequence[torch.Tensor],
+    of_singles: Callable[[list[torch.Tensor]], torch.Tensor],
+    of_chunks: Callable[[list[torch.Tensor]], torch.Tensor],
+) -> torch.Tensor:
+    """Results [T, n] of tensors [T, columns] whose rows are a step's tokens: of sequences with one token, then of chunks."""
+    singles, tokens = step.singles.shape[0], rows[0].shape[0]
+    parts = []
+    if singles:
+        parts.append(of_singles([row[:singles] for row in rows]))
+    if singles < tokens:
+        parts.append(of_chunks([row[singles:] for row in rows]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class StateRule(Protocol):
