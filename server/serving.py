@@ -62,7 +62,6 @@ def serve(config: Config, child: Child | None = None, place: Place | None = None
     terminal = Terminal(config.model_names[0 if config.served_model_name else -1], url, config.log_format)
     server: Server | None = None
     address = listening.family, listening.getsockname()
-    part = Alone(config, child) if place is None else Group(config, place, address, child)
 
     def on_status(status: EngineStatus) -> None:
         if server is not None and server.should_exit:
@@ -72,6 +71,7 @@ def serve(config: Config, child: Child | None = None, place: Place | None = None
             server.should_exit = True
 
     try:
+        part = Alone(config, child) if place is None else Group(config, place, address, child)
         app = create_app(config, on_status, part)
     except ConfigError as e:
         _complain(config, str(e))
