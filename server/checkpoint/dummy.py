@@ -144,6 +144,10 @@ def fill_randomly(
                 parameter.data = parameter.data.to(dtype)
         if done % 32 == 0:
             progress("making random weights", done / len(modules))
+    for _, module in modules:
+        if isinstance(module, PreTrainedModel):
+            # Falcon-H1's sets buffers of its layers.
+            model._init_weights(module)
 
 
 def _random_pairs(count: int, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from nf4_kernels import reference
 from nf4_kernels.format import Weight
 from server.checkpoint.base import CheckpointError
+from server.checkpoint.dummy import dummy_model
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.loading import load_model
 from server.checkpoint.states import STATE_TYPES, check_hybrid
@@ -217,6 +218,15 @@ def test_random_weights_for_benchmarks(model_type: str, tmp_path: Path) -> None:
     requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     outputs = run_together(engine, *requests)
     assert [len(tokens(outputs[request.request_id])) for request in requests] == [NEW_TOKENS] * len(PROMPTS)
+
+
+def test_random_weights_have_the_buffers_that_a_model_sets_for_its_layers(tmp_path: Path) -> None:
+    whole = made("falcon_h1")
+    whole.save_pretrained(tmp_path)
+    found = dummy_model(tmp_path, torch.device("cpu"), torch.float32, silent, 0)
+    buffers = {name: value for name, value in whole.named_buffers() if name.endswith("mup_vector")}
+    assert buffers
+    assert all(torch.equal(found.get_buffer(name), value) for name, value in buffers.items())
 
 
 def test_lookup_on_a_gpu_is_refused(tmp_path: Path) -> None:
