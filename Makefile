@@ -84,7 +84,7 @@ model: $(VENV)/.serve ## fetch and convert the embedded model
 # Two files of tests side by side; one after another where there is a GPU, which kernels of two processes would share.
 TEST_WORKERS := $(if $(GPU),0,2)
 
-PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 test-fast: $(VENV)/.dev kernels ## the tests without a server, a model or a compiler, in a minute and a half (PYTEST_ARGS=)
 	$(PYTEST) -m 'not process and not rest and not slow and not gpu' $(PYTEST_ARGS)

@@ -53,30 +53,16 @@ _REST = ("bench", "deploy", "ray_serve")
 """Folders whose tests only make test-all runs: of benches, of what one deploys, and of GPUs' fused launches."""
 
 
-_SHARED = ("debugger", "server", "long_context", "thinking")
-"""Servers, and a browser with one, that tests of many files share: these run one after another in one of xdist's workers."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests as `process` by their fixtures and by what their modules import, and as `rest` by their folders."""
     folders = [Path(__file__).parent / name for name in _REST]
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
         if any(item.path.is_relative_to(folder) for folder in folders):
             item.add_marker("rest")
         if isinstance(item, pytest.Function) and not (
             _FIXTURES.isdisjoint(item.fixturenames) and _HELPERS.isdisjoint(vars(item.module))
         ):
             item.add_marker("process")
-
-
-def _group(item: pytest.Item) -> str:
-    """What a test is run in one worker with: those that share a server, or those of its file."""
-    if isinstance(item, pytest.Function):
-        for name in _SHARED:
-            if name in item.fixturenames and name not in vars(item.module):
-                return name
-    return str(item.path.relative_to(Path(__file__).parent))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
