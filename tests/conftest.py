@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -51,6 +52,28 @@ _HELPERS = {
 """What modules import whose tests start processes, compile, or compute with whole models."""
 _REST = ("bench", "deploy", "ray_serve")
 """Folders whose tests only make test-all runs: of benches, of what one deploys, and of GPUs' fused launches."""
+
+
+_SHARING = (
+    "tests/api/endpoints/",
+    "tests/api/hostile/",
+    "tests/api/options/",
+    "tests/api/operation/test_op",
+    "tests/test_parity",
+)
+"""Where files share the servers of a session's fixtures: of these each worker of xdist would start its own."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`: tests that share servers run in one worker, others in one for each file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "servers" if nodeid.startswith(_SHARING) else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

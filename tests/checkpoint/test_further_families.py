@@ -33,6 +33,7 @@ from tests.checkpoint.layouts import (
     silent,
 )
 from tests.engine.factories import make_request, run_together, tokens
+from tests.marks import with_rest
 
 TOWERS = ["model.vision_tower", "model.vision_model", "model.mm_projector", "model.multi_modal_projector", "lm_head"]
 QUICK = ("glm4_moe_lite", "hunyuan_v1_moe", "kosmos-2.5", "minimax_m2", "qwen2_5_omni_thinker", "roberta")
@@ -46,9 +47,7 @@ def saved(family: str, folder: Path) -> Path:
     return save_nf4(random_model(config_of(family, **settings_of(family))), folder, **options)
 
 
-@pytest.mark.parametrize(
-    "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.rest) for family in SERVED]
-)
+@pytest.mark.parametrize("family", with_rest(SERVED, QUICK))
 def test_families_in_nf4(family: str, tmp_path: Path) -> None:
     """As on a server: with written layers, if the family has them."""
     folder = saved(family, tmp_path / "model")

@@ -34,13 +34,12 @@ from tests.checkpoint.layouts import (
 )
 from tests.checkpoint.multimodal import CLASSES, GEMMA_3N_TEXT, LLAVA_NAMES, NEW_NAMES, QWEN_NAMES, renamed
 from tests.engine.factories import make_request, run_together, tokens
+from tests.marks import with_rest
 
 QUICK = ("gemma3", "gemma4", "llama4", "llava", "qwen2_5_vl")
 
 
-@pytest.mark.parametrize(
-    "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.rest) for name in CLASSES]
-)
+@pytest.mark.parametrize("model_type", with_rest(CLASSES, QUICK))
 def test_every_class_serves_text(model_type: str, tmp_path: Path) -> None:
     folder = save_nf4(random_model(config_of(model_type, **CLASSES[model_type])), tmp_path / "model")
     packed = [name for name in load_file(folder / "model.safetensors") if name.endswith("bitsandbytes__nf4")]

@@ -21,14 +21,13 @@ from tests.checkpoint.layouts import (
     save_nf4,
     silent,
 )
+from tests.marks import with_rest
 
 QUICK = ("cohere", "gemma2", "gemma3n_text", "gpt_bigcode", "granite", "phi", "qwen3")
 """tests/engine/test_families.py has the attention of all families, without NF4."""
 
 
-@pytest.mark.parametrize(
-    "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.rest) for family in SERVED]
-)
+@pytest.mark.parametrize("family", with_rest(SERVED, QUICK))
 def test_families_in_nf4(family: str, tmp_path: Path) -> None:
     skip_where_refused(family)
     check_served(save_nf4(random_model(config_of(family, **{**COMMON, **SERVED[family]})), tmp_path / "model"))

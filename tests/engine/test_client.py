@@ -26,7 +26,7 @@ _SESSIONS_COUNT = Path("/proc/self/autogroup").exists()
 
 @asynccontextmanager
 async def running(folder: Path, **engine: Any) -> AsyncIterator[EngineClient]:
-    client = EngineClient(Config(engine=EngineConfig(**{"enforce_eager": True, **engine})), folder)
+    client = EngineClient(Config(engine=EngineConfig(**{"enforce_eager": True, "standby": False, **engine})), folder)
     await client.start()
     try:
         yield client
@@ -152,7 +152,7 @@ async def _dies_and_returns(client: EngineClient) -> None:
 
 @pytest.mark.slow
 async def test_the_process_that_stands_by_becomes_the_engine(embedded_folder: Path) -> None:
-    async with running(embedded_folder) as client:
+    async with running(embedded_folder, standby=True) as client:
         await asyncio.wait_for(client.wait_ready(), START_S)
         first = client.pid
         assert first is not None
@@ -184,7 +184,7 @@ async def test_the_process_that_stands_by_becomes_the_engine(embedded_folder: Pa
 @pytest.mark.slow
 async def test_an_engine_that_dies_early_is_started_afresh(embedded_folder: Path) -> None:
     """The process that still imports is not waited for: it yields to everything else."""
-    async with running(embedded_folder) as client:
+    async with running(embedded_folder, standby=True) as client:
         await asyncio.wait_for(client.wait_ready(), START_S)
         first = client.pid
         assert first is not None

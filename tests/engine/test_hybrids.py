@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from server.types import GenerateRequest
 from tests.engine.factories import SchedulerDriver, make_request, make_sequence, run_together, tokens
 from tests.engine.models import HYBRIDS, VOCABULARY, tiny_model
 from tests.engine.test_async_scheduling import AsyncRunner
+from tests.marks import with_rest
 
 CONFIG = EngineConfig(device="cpu", block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6)
 _TOLERANCE = 2e-4
@@ -213,24 +215,41 @@ def engines(family: str, config: EngineConfig) -> dict[str, Made]:
     return {"plain": plain, "async": launching}
 
 
-@pytest.mark.usefixtures("in_columns")
-@pytest.mark.parametrize("kind", ["plain", "async"])
-def test_many_mixed_requests_get_the_answers_that_they_get_alone(family: str, kind: str) -> None:
-    """Of different lengths, with aborts, with too few KV blocks for all, more requests than slots, prefixes in common."""
-    # 60 blocks of 4 tokens.
-    changes = {"kv_cache_bytes": 60 * 4 * 512, "max_num_seqs": 5, "max_model_len": 200, "state_snapshot_tokens": 16}
-    config = CONFIG.model_copy(update=changes)
-    alone = engines(family, config.model_copy(update={"enable_prefix_caching": False}))["plain"]()
-    engine = engines(family, config)[kind]()
-    rng = random.Random(kind)
+# 60 blocks of 4 tokens.
+MIXED = CONFIG.model_copy(
+    update={"kv_cache_bytes": 60 * 4 * 512, "max_num_seqs": 5, "max_model_len": 200, "state_snapshot_tokens": 16}
+)
+
+
+@functools.cache
+def mixed_requests(family: str) -> list[tuple[GenerateRequest, list[int]]]:
+    """Requests of different lengths with prefixes in common, each with the answer that it gets alone."""
+    alone = engines(family, MIXED.model_copy(update={"enable_prefix_caching": False}))["plain"]()
+    rng = random.Random(family)
     common = prompt_of(50)
-    requests, expected = [], {}
+    requests = []
     for index in range(75):
         prompt = common[: rng.choice((0, 0, 11, 32, 50))] + prompt_of(rng.choice((1, 2, 5, 16, 33, 64, 70)), index)
         sampling = {"temperature": rng.choice((0.0, 1.0)), "seed": index, "ignore_eos": True}
-        request = make_request(prompt, max_tokens=rng.choice((1, 3, 20, 60)), **sampling)
-        expected[request.request_id] = answers(alone, request)[0]
-        requests.append(request)
+        requests.append(make_request(prompt, max_tokens=rng.choice((1, 3, 20, 60)), **sampling))
+    return [(request, answers(alone, request)[0]) for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("family", "in_columns", "kind"),
+    with_rest(
+        itertools.product(HYBRIDS, (False, True), ("plain", "async")),
+        [("qwen3_5_text", True, "async"), ("nemotron_h", False, "async"), ("lfm2", True, "plain")],
+    ),
+    indirect=["family", "in_columns"],
+)
+@pytest.mark.usefixtures("in_columns")
+def test_many_mixed_requests_get_the_answers_that_they_get_alone(family: str, kind: str) -> None:
+    """With aborts, too few KV blocks for all, and more requests than slots."""
+    requests = [request for request, _ in mixed_requests(family)]
+    expected = {request.request_id: answer for request, answer in mixed_requests(family)}
+    engine = engines(family, MIXED)[kind]()
+    rng = random.Random(kind)
     found: dict[str, list[int]] = {}
     aborted, waiting = set(), [*requests]
     while waiting or engine.has_work:

@@ -27,6 +27,7 @@ from server.images.processor import ImageProcessor
 from tests.api.images.image_models import KINDS, picture, write_image_model
 from tests.checkpoint.layouts import CPU, change_json, silent
 from tests.engine.model.image_prompts import Picture, Prompt
+from tests.marks import with_rest
 
 SIZES = [(40, 30), (28, 28), (100, 20), (15, 90), (200, 170)]
 NEED_PACKAGES = {
@@ -36,7 +37,10 @@ NEED_PACKAGES = {
 """Those whose processor classes transformers does not load without torchvision or num2words."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
+QUICK = ("gemma4", "lfm2_vl", "llava_next", "mistral3", "qwen2_5_vl", "smolvlm")
+
+
+@pytest.fixture(scope="module", params=with_rest(KINDS, QUICK))
 def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, write_image_model(folder / "model", request.param)

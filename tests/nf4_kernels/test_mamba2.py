@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,13 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 from nf4_kernels import cpu, mamba2
 from nf4_kernels.gated_delta_params import Sequences
 from nf4_kernels.mamba2_params import Mamba2
+from tests.marks import with_rest
 from tests.nf4_kernels.gated_delta_layers import BOUNDS, flags, indices, is_close
 from tests.nf4_kernels.mamba2_layers import SHAPES, Shape, check, random_layer
 from tests.nf4_kernels.weights import using_isa_or_torch
+
+KINDS = with_rest(itertools.product(SHAPES, BOUNDS), lambda kind: kind[0] is SHAPES[0] or kind[1] is torch.bfloat16)
+"""Shapes and dtypes; `make test` has all of each."""
 
 
 @pytest.fixture(params=["torch", *cpu.ISAS])
@@ -27,15 +32,13 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), KINDS)
 def test_step(shape: Shape, dtype: torch.dtype) -> None:
     check(random_layer(shape, slots=6, tokens=4, dtype=dtype), (1, 1, 1, 1), (4, -1, 0, 5), None)
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), KINDS)
 def test_chunks(shape: Shape, dtype: torch.dtype) -> None:
     lengths, slots = (1, 5, 2, 0, 3, 70), (6, 0, -1, 2, 3, 4)
     layer = random_layer(shape, slots=7, tokens=sum(lengths) + 3, dtype=dtype)

@@ -29,6 +29,7 @@ from tests.checkpoint.test_hybrids import MODELS, SKIPPED, made
 from tests.engine.factories import fix_costs, make_request, run_together
 from tests.engine.scored import check_outputs, check_scored
 from tests.engine.speculation.engines import CHEAP
+from tests.marks import with_rest
 from tests.moe_checkpoints import is_projection, save_moe
 from tests.nf4_kernels.weights import FIXED_POINT
 from tests.parallel.rank import EAGER, answers, answers_of_ranks, check_same, prompts_of
@@ -109,7 +110,7 @@ def test_16_bit_is_quantized_as_one_rank_does(tmp_path: Path) -> None:
     check_same(found[str(tmp_path / "model")], expected, "16 bit")
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "lfm2"])
+@pytest.fixture(scope="module", params=with_rest(["qwen3_5", "lfm2"], ["qwen3_5"]))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     """A checkpoint, and transformers' own model of it."""
     folder = tmp_path_factory.mktemp("model") / request.param

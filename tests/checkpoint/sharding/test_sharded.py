@@ -81,6 +81,7 @@ def compare_shards(folder: Path, count: int) -> set[tuple[bool, bool]]:
     return seen
 
 
+@pytest.mark.rest
 def test_the_embedded_model_in_three_shards(embedded_folder: Path) -> None:
     # Rows of k are not whole groups of 256 scale blocks, so that parts of n begin inside groups, and parts of k skip some.
     assert compare_shards(embedded_folder, 3) == {(False, False), (True, False), (False, True), (True, True)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,8 @@ from server.engine.runtime.attention.factory import check_cache_dtype
 from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.kernels.decode.key_parts import Room, split_keys
 from server.engine.runtime.attention.kernels.kv_cache import LayerCache, bytes_per_token, stored_dtype
-from server.engine.start import load_runner
+from server.engine.runtime.preparation.assembly import build_runner
+from tests.engine.models import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -36,9 +35,9 @@ def test_cpus_refuse_8_bits_by_name(name: KVCacheDtype) -> None:
     check_cache_dtype("auto", *given)
 
 
-def test_a_start_on_cpu_says_so(embedded_folder: Path) -> None:
+def test_a_start_on_cpu_says_so() -> None:
     with pytest.raises(UnsupportedModelError, match=r"engine\.kv_cache_dtype: int8"):
-        load_runner(embedded_folder, EngineConfig(device="cpu", kv_cache_dtype="int8"), lambda *_: None)
+        build_runner(tiny_model("llama"), EngineConfig(device="cpu", kv_cache_dtype="int8"))
 
 
 def test_8_bits_and_batch_invariance_exclude_one_another() -> None:

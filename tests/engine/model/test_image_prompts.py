@@ -19,6 +19,7 @@ from server.engine.runtime.runner import ModelRunner
 from tests.checkpoint.further_families import settings_of
 from tests.checkpoint.layouts import CPU, config_of, random_model, reference_model, save_nf4, silent
 from tests.engine.model.image_prompts import TOLERANCE, Picture, Prompt, answers, expected
+from tests.marks import with_rest
 
 CONFIG = EngineConfig(device="cpu", kv_cache_bytes=2**22, enforce_eager=True, block_size=4, max_num_batched_tokens=32)
 TOKEN, BREAK, END = 120, 121, 122
@@ -193,7 +194,11 @@ class Served:
             assert found.same_until_tie(wanted, TOLERANCES.get(self.name, TOLERANCE)), (prompt.ids, found, wanted)
 
 
-@pytest.fixture(scope="module", params=PICTURES)
+# Features at once and in layers, tokens that see one another, positions of three axes, states.
+QUICK = ("llava_next", "gemma4, whole", "qwen3_vl", "qwen3_5")
+
+
+@pytest.fixture(scope="module", params=with_rest(PICTURES, QUICK))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     name = request.param
     folder = tmp_path_factory.mktemp(name)
@@ -263,8 +268,9 @@ def test_the_tower_runs_once_an_image(served: Served) -> None:
     assert tower.runs - begun == 1
 
 
-def test_preempted_sequences_compute_their_images_again(served: Served) -> None:
-    engine = served.engine(enable_prefix_caching=False)
+@pytest.mark.parametrize("caching", [False, True])
+def test_preempted_sequences_compute_their_images_again(served: Served, caching: bool) -> None:
+    engine = served.engine(enable_prefix_caching=caching)
     # Prompts fill whole blocks, so that every sequence needs two more for its answer, of which each gets one.
     pictures = {i: served.picture(i) for i in (1, 3, 5)}
     prompts = [Prompt([text(i, 12 + -(14 + len(p.tokens)) % 4), p, text(i, 2)]) for i, p in pictures.items()]

@@ -24,6 +24,7 @@ from tests.checkpoint.multimodal import CLASSES
 from tests.checkpoint.test_layouts import LLAMA
 from tests.engine.model.test_lora import PROMPTS, check_answers, config_with, expected, finish, start
 from tests.engine.models import tiny_model
+from tests.marks import with_rest
 
 ATTENTION = ["q_proj", "v_proj", "o_proj"]
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -100,7 +101,13 @@ def compare(found: list[int], oracle: torch.nn.Module, prompt: list[int]) -> Non
     assert found[:length] == scores.argmax(-1)[:length].tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = (
+    *("DoRA beside biases", "biases of all", "biases of the adapter", "both whole, tied", "both, tied", "tokens"),
+    *("DoRA, tied", "DoRA of a scaled embedding", "whole scaled embedding", "a fused base"),
+)
+
+
+@pytest.mark.parametrize("kind", with_rest(KINDS, QUICK))
 def test_kinds_of_adapters_equal_peft(kind: str, tmp_path: Path) -> None:
     family, overrides, options = KINDS[kind]
     save_adapter(tiny_model(family, **overrides), tmp_path / "a", 0, 0.3, r=4, lora_alpha=8, **options)

@@ -83,12 +83,12 @@ def test_top_k_top_p_and_min_p_cut() -> None:
 def test_filters_wider_than_the_first_candidates() -> None:
     vocabulary = 5000
     flat = torch.zeros(vocabulary)
-    assert len(frequencies(flat, 2000, top_p=0.999)) > 1200
-    assert len(frequencies(flat, 2000, top_k=4000)) > 1200
-    assert max(frequencies(torch.arange(vocabulary).flip(0) * 1e-4, 2000, top_k=3000)) < 3000
+    assert len(frequencies(flat, 400, top_p=0.999)) > 350
+    assert len(frequencies(flat, 400, top_k=4000)) > 350
+    assert max(frequencies(torch.arange(vocabulary).flip(0) * 1e-4, 400, top_k=3000)) < 3000
     # Half of the mass, in the 2500 first tokens.
     stairs = torch.cat([torch.zeros(2500), torch.full((2500,), -20.0)])
-    assert max(frequencies(stairs, 2000, top_p=0.9)) < 2500
+    assert max(frequencies(stairs, 400, top_p=0.9)) < 2500
 
 
 def test_filtered_rows_agree_with_a_plain_computation() -> None:

@@ -19,6 +19,7 @@ from tests.engine.factories import fix_costs, make_request, run_together, tokens
 from tests.engine.models import HYBRIDS, VOCABULARY, tiny_model
 from tests.engine.scored import check_outputs
 from tests.engine.speculation.engines import CHEAP
+from tests.marks import with_rest
 
 # 40 blocks of 4 tokens.
 CONFIG = EngineConfig(
@@ -63,7 +64,7 @@ def some_requests(seed: int) -> list[GenerateRequest]:
     return found
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", with_rest(HYBRIDS, ["qwen3_5_text", "nemotron_h"]))
 def test_answers_are_those_without_speculation(family: str) -> None:
     """With preemption, prefixes that are found, and requests that are cancelled."""
     requests = some_requests(1)

@@ -5,6 +5,7 @@ The slow tests have 500 requests for each method, or SPECULATION_REQUESTS (`make
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -32,6 +33,7 @@ from tests.engine.speculation.engines import (
     sampled_on_a_gpu,
     some_requests,
 )
+from tests.marks import with_rest
 
 # Requests of each of the three kinds of engines.
 FEW, MANY = 20, int(os.environ.get("SPECULATION_REQUESTS", "500")) // 3
@@ -170,8 +172,10 @@ def test_a_step_brings_several_tokens_and_says_how_many_were_accepted(
     assert drafting.stats().draft_tokens == stats.draft_tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("method", ["lookup", "draft"])
+@pytest.mark.parametrize(
+    ("method", "temperature"),
+    with_rest(itertools.product(METHODS, (0.0, 0.7)), [("lookup", 0.7), ("draft", 0.0)]),
+)
 def test_draft_tokens_under_a_grammar(
     method: str,
     temperature: float,
@@ -242,19 +246,16 @@ def test_grammars_that_refuse_all_draft_tokens_of_some_sequences(
     assert any(len(set(some)) == 2 for some in lengths)
 
 
-@pytest.mark.parametrize(
-    "penalties",
-    [{"repetition_penalty": 0.9}, {"presence_penalty": -2.0, "frequency_penalty": 0.02}, {"repetition_penalty": 1.1}],
-)
-def test_draft_tokens_under_penalties(
-    penalties: dict[str, float], model: Any, adapter: LoraModule, embedded_folder: Path
-) -> None:
+@pytest.mark.parametrize("penalty", [0.9, pytest.param(1.1, marks=pytest.mark.rest)])
+def test_draft_tokens_under_penalties(penalty: float, model: Any, adapter: LoraModule, embedded_folder: Path) -> None:
     """Each place is sampled with the penalties of the draft tokens in front of it."""
     plain = make_engine(model, adapter, embedded_folder)
     drafting = make_engine(model, adapter, embedded_folder, speculation="lookup")
     requests = [
         make_request([5, 6, 7 + seed] * 5, max_tokens=60, temperature=t, seed=seed, ignore_eos=True, **penalties)
-        for seed in range(4)
+        for seed, penalties in enumerate(
+            [{"repetition_penalty": penalty}, {"presence_penalty": -2.0, "frequency_penalty": 0.02}] * 2
+        )
         for t in (0.0, 0.5)
     ]
     expected, found = run_together(plain, *requests), run_together(drafting, *requests)
@@ -263,4 +264,4 @@ def test_draft_tokens_under_penalties(
         if not is_at_a_boundary(plain, model, adapter, request, got.new_token_ids, wanted.new_token_ids):
             assert got.new_token_ids == wanted.new_token_ids
     stats = drafting.stats()
-    assert sum(stats.accepted_by_place) > (100 if penalties.get("repetition_penalty", 1) < 1 else 10)
+    assert sum(stats.accepted_by_place) > (100 if penalty < 1 else 10)
