@@ -26,17 +26,21 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """The files in which a checkpoint may say how its images are prepared."""
 
 
-def whole_images(config: Any) -> Literal["windows", "all"] | None:
+WholeImages = Literal["windows", "all", "all, past windows"]
+
+
+def whole_images(config: Any) -> WholeImages | None:
     """The layers in which an image's tokens attend to one another in both directions; windows: those with a window.
 
+    A layer's window bounds what they see of one another, too, unless this says "past windows".
     config: config.json's content, or transformers' configuration.
     """
     model_type = _field(config, "model_type")
     if model_type == "gemma3":
         return "all"
     given = _field(_field(config, "text_config"), "use_bidirectional_attention")
-    # As their classes' forwards do it. Windows of Gemma 4 12B are of 1024 tokens, which its images have by far not.
-    kinds: dict[str, Literal["windows", "all"]] = {"gemma4": "windows", "gemma4_unified": "all"}
+    # As their classes' forwards do it.
+    kinds: dict[str, WholeImages] = {"gemma4": "windows", "gemma4_unified": "all, past windows"}
     return kinds.get(str(model_type)) if given == "vision" else None
 
 

@@ -102,7 +102,7 @@ def test_images_arrive_without_what_only_rank_0_has() -> None:
     scheduler = Scheduler(BlockManager(64, BLOCK_SIZE), SEQUENCES, 32, LONGEST)
     sequences = [make_sequence(3), make_sequence(12), make_sequence(9)]
     positions = np.arange(27).reshape(3, 9)
-    sequences[1].images = PromptImages([PromptImage(b"a", np.array([3, 4, 6]), "file")], whole=True)
+    sequences[1].images = PromptImages([PromptImage(b"a", np.array([3, 4, 6]), "file")], whole=True, past_windows=True)
     sequences[2].images = PromptImages([PromptImage(b"b", np.array([2, 3]), "file")], positions)
     for sequence in sequences:
         scheduler.add(sequence)

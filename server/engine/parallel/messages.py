@@ -68,7 +68,7 @@ class StepImages(msgspec.Struct, frozen=True, array_like=True):
         for row, count in _numbers(self.axes).reshape(2, -1).T.tolist():
             axes.append((row, positions[:, begin : begin + count]))
             begin += count
-        seen = None if self.seen is None else _numbers(self.seen)
+        seen = None if self.seen is None else _numbers(self.seen).reshape(2, -1)
         return ImageRows(_numbers(self.rows), (), axes, seen, self.layers)
 
 

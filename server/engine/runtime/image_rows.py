@@ -35,7 +35,10 @@ class ImageRows:
     axes: Sequence[tuple[int, IntArray]] = ()
     """(a first row, positions [3, rows]) of chunks whose positions differ by axis."""
     seen: IntArray | None = None
-    """[T]: the place of the last token that each token sees, where some see later ones than themselves."""
+    """[2, T]: the first and the last place of what each token sees of its image, whatever a layer's window is.
+
+    Its own place twice for a token that has no image. None if all tokens attend causally.
+    """
     layers: int = 0
     """Behind how many of the first decoder layers features are added to the hidden states; known with the features."""
     features: torch.Tensor | None = None
@@ -68,7 +71,10 @@ def image_rows(chunks: Sequence[Chunk], starts: IntArray, lengths: IntArray) -> 
                 rows.append(image.places[first:last] + (row - start))
         if images.whole:
             if seen is None:
-                seen = np.repeat(starts - first_rows, lengths) + np.arange(lengths.sum())
+                seen = np.tile(np.repeat(starts - first_rows, lengths) + np.arange(lengths.sum()), (2, 1))
             for image in images.within(start, end):
-                seen[row + max(image.start, start) - start : row + min(image.end, end) - start] = image.end - 1
+                rows_of_image = slice(row + max(image.start, start) - start, row + min(image.end, end) - start)
+                seen[1, rows_of_image] = image.end - 1
+                if images.past_windows:
+                    seen[0, rows_of_image] = image.start
     return ImageRows(np.concatenate(rows), parts, axes, seen) if parts or axes else None

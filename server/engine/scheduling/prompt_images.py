@@ -49,6 +49,8 @@ class PromptImages:
     """[3, tokens of the prompt]: time, height and width of each token where the model's positions have three axes."""
     whole: bool = False
     """Whether an image's tokens see one another in both directions, so that they are computed in one step."""
+    past_windows: bool = False
+    """Whether whole images are so in layers, too, whose window is shorter."""
 
     @cached_property
     def spanning(self) -> list[Spanning]:

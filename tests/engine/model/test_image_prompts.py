@@ -136,7 +136,11 @@ SETTINGS: dict[str, dict[str, object]] = {
     "llava": {"image_token_index": TOKEN},
     "llava_next": {"image_token_index": TOKEN, "image_grid_pinpoints": [[56, 28], [28, 56]]},
     "mistral3": {"image_token_index": TOKEN},
-    "gemma3": {"image_token_index": TOKEN},
+    # Windows end within images.
+    "gemma3": {
+        "image_token_index": TOKEN,
+        "text_config": {**settings_of("gemma3")["text_config"], "sliding_window": 3},
+    },
     # The small ones have inputs for each layer, the large ones images whose tokens see one another.
     "gemma4": {
         **GEMMA_4,
@@ -147,15 +151,18 @@ SETTINGS: dict[str, dict[str, object]] = {
         "text_config": {
             **settings_of("gemma4")["text_config"],
             "use_bidirectional_attention": "vision",
+            "sliding_window": 2,
             "hidden_size_per_layer_input": 0,
             "num_kv_shared_layers": 0,
         },
     },
-    # A layer without a window comes first, so that it matters what its image tokens see.
+    # A layer without a window comes first, so that it matters what its image tokens see. The image's six or eight see one
+    # another past the window.
     "gemma4_unified": {
         **GEMMA_4,
         "text_config": {
             **settings_of("gemma4_unified")["text_config"],
+            "sliding_window": 5,
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
             "num_hidden_layers": 3,
             "per_layer_config": {layer: {"head_dim": 32} for layer in ("0", "2")},

@@ -70,7 +70,7 @@ class SdpaBackend(AttentionBackend):
         if (values := self._flat_values[layer]) is not None:
             values.index_copy_(0, batch.slots, value)
         singles = batch.num_single
-        if singles == len(batch.spans):
+        if singles == len(batch.spans) and not self._image_queries:
             return self._attend_singles(layer, query, options)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         if singles:

@@ -1,4 +1,4 @@
-"""Attention of images' tokens that see one another in both directions (Gemma 3), in plain torch on any device.
+"""Attention of images' tokens that see one another in both directions (Gemma 3 and 4), in plain torch on any device.
 
 Kernels attend causally. For the few rows that see more, attention is computed again here, over the same cache.
 """
@@ -21,13 +21,15 @@ Gather = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class ImageQueries:
-    """Rows of a batch, all of one sequence, that see later tokens than themselves."""
+    """Rows of a batch, all of one sequence, that see more of their images than causal attention gives them."""
 
     rows: torch.Tensor
     """int64 [n]."""
     places: torch.Tensor
     """int64 [n, 1]: each row's own place in the sequence."""
-    seen: torch.Tensor
+    first: torch.Tensor
+    """int64 [n, 1]: the place from which on each row sees its image, whatever the window."""
+    last: torch.Tensor
     """int64 [n, 1]: the place of the last token that each row sees."""
     blocks: torch.Tensor
     """int64: the sequence's KV blocks."""
@@ -42,15 +44,16 @@ def image_queries(batch: Batch) -> Sequence[ImageQueries]:
     found, device = [], batch.ids.device
     for span in batch.spans:
         places = np.arange(span.start, span.end)
-        seen = batch.images.seen[span.row : span.row + span.length]
-        later = np.flatnonzero(seen > places)
-        if len(later):
-            blocks = np.array(span.blocks, np.int64)
-            rows, own, last, held = (
+        first, last = batch.images.seen[:, span.row : span.row + span.length]
+        more = np.flatnonzero((last > places) | (first < places))
+        if len(more):
+            rows, own, begin, end, blocks = (
                 to_device(numbers, device)
-                for numbers in (later + span.row, places[later, None], seen[later, None], blocks)
-            )
-            found.append(ImageQueries(rows, own, last, held, span.end))
+                for numbers in (
+                    more + span.row, places[more, None], first[more, None], last[more, None], np.array(span.blocks, np.int64)
+                )
+            )  # fmt: skip
+            found.append(ImageQueries(rows, own, begin, end, blocks, span.end))
     return found
 
 
@@ -64,15 +67,15 @@ def attend_again(
 ) -> None:
     """Overwrite the queries' rows of out [T, heads, dim]; query [T, heads, dim], sinks [heads, 1].
 
-    The batch's keys and values must be in the cache. Query i sees key j when j <= seen[i] and, with a window,
-    j > i - window.
+    The batch's keys and values must be in the cache. Query i sees key j if j <= last[i] and, with a window,
+    j > i - window or j >= first[i].
     """
     for each in queries:
         keys, values = (t.flatten(0, 1)[: each.end].transpose(0, 1) for t in gather(each.blocks))
         columns = torch.arange(each.end, device=query.device)
-        mask = columns <= each.seen
+        mask = columns <= each.last
         if options.window is not None:
-            mask &= columns > each.places - options.window
+            mask &= (columns > each.places - options.window) | (columns >= each.first)
         heads = query.shape[1] // keys.shape[0]
         keys, values = (t.repeat_interleave(heads, 0).unsqueeze(0) for t in (keys, values))
         own = query[each.rows].transpose(0, 1).unsqueeze(0)

@@ -63,8 +63,11 @@ class ImageTower:
         """The placeholder's token."""
         # Where positions have three axes, the model's class says how an image's tokens are numbered.
         self._numbering = getattr(model.base_model, "get_rope_index", None)
-        self.whole = whole_images(config) is not None
+        whole = whole_images(config)
+        self.whole = whole is not None
         """Whether an image's tokens see one another in both directions."""
+        self.past_windows = whole == "all, past windows"
+        """Whether they do so where a layer's window ends between them, too."""
 
     def layout(self, tokens: Sequence[int], images: Sequence[ImageInput]) -> PromptImages:
         """The images of a prompt in the places of its placeholders. Raises ImageError where they do not fit there."""
@@ -79,7 +82,7 @@ class ImageTower:
             if not len(places) or (places[0], places[-1]) != (image.start, end - 1):
                 raise ImageError("an image has no placeholders where it says that they are")
             placed.append(PromptImage(image.key, places, image.file))
-        return PromptImages(placed, self._positions(ids, placed), self.whole)
+        return PromptImages(placed, self._positions(ids, placed), self.whole, self.past_windows)
 
     def _positions(self, ids: np.ndarray[Any, Any], images: Sequence[PromptImage]) -> np.ndarray[Any, Any] | None:
         if self._numbering is None:
