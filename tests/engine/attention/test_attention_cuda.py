@@ -3,6 +3,7 @@ kernel and by FlashInfer's, and decode steps; shuffled blocks."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import random
 
@@ -46,7 +47,15 @@ OPTIONS = [
         ([5, 0], [6, LONG_CHUNKS]),
     ],
 )
-@pytest.mark.parametrize("by_flashinfer", [False, True])
+@pytest.mark.parametrize(
+    "by_flashinfer",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.skipif(not importlib.util.find_spec("flashinfer"), reason="needs FlashInfer")
+        ),
+    ],
+)
 @torch.inference_mode()
 def test_a_step_attends_as_the_reference(earlier: list[int], now: list[int], by_flashinfer: bool) -> None:
     """earlier, now: tokens of each sequence before and after the step."""
