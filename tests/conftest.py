@@ -47,7 +47,7 @@ _FIXTURES = {"embedded_folder", "server", "served", "debugger"}
 """Fixtures that start a server or a browser, or need the embedded model."""
 _HELPERS = {
     *("start_server", "subprocess", "run_interpreted", "fusing"),
-    *("load_runner", "build_runner", "make_engine", "tiny_model"),
+    *("load_runner", "build_runner", "make_engine", "tiny_model", "load_model", "load_shard", "load_ranks", "save_moe"),
 }
 """What modules import whose tests start processes, compile, or compute with whole models."""
 _REST = ("bench", "deploy", "ray_serve")
@@ -59,6 +59,7 @@ _SHARING = (
     "tests/api/hostile/",
     "tests/api/options/",
     "tests/api/operation/test_op",
+    "tests/test_guide",
     "tests/test_parity",
 )
 """Where files share the servers of a session's fixtures: of these each worker of xdist would start its own."""

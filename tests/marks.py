@@ -13,7 +13,11 @@ def with_rest(values: Iterable[Any], quick: Callable[[Any], bool] | Iterable[Any
 
     quick: some of the values, or what is true of them. A value that is a tuple gives several arguments.
     """
-    is_quick = quick if callable(quick) else list(quick).__contains__
+    values = list(values)
+    if not callable(quick):
+        quick = list(quick)
+        assert all(value in values for value in quick), quick
+    is_quick = quick if callable(quick) else quick.__contains__
     parameters = []
     for value in values:
         arguments = value if isinstance(value, tuple) else (value,)

@@ -174,6 +174,7 @@ def test_prefixes_preemption_and_cancellation(saved: tuple[Path, PreTrainedModel
         assert name in cancelled or sum(len(output.new_token_ids) for output in own) == 30
 
 
+@pytest.mark.rest
 def test_adapters_on_several_ranks(saved: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     """Each rank has its part of the adapters of every projection."""
     folder, reference = saved

@@ -5,11 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from llguidance import LLTokenizer
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from server.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(embedded_folder: Path) -> LLTokenizer:
+    """The embedded model's as grammars have it."""
+    return LLTokenizer((embedded_folder / "tokenizer.json").read_text())
 
 
 @pytest.fixture(scope="session")

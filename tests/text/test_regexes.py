@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -12,13 +11,9 @@ from llguidance import LLMatcher, LLTokenizer
 from server.text.grammars.grammar import json_grammar, regex_grammar
 from server.text.grammars.regexes import mend_regex
 from server.text.grammars.schemas import mend_schema
+from tests.text.texts import takes
 
 VALUES = ['"', "\\", "\n", "\t", "a", "!", "é", "]", "^"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(embedded_folder: Path) -> LLTokenizer:
-    return LLTokenizer((embedded_folder / "tokenizer.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -53,15 +48,6 @@ def test_only_patterns_change() -> None:
         "anyOf": [{"pattern": "[^\\x01d]"}, True],
         "default": {"pattern": "[^e]"},
     }
-
-
-def takes(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = tokenizer.tokenize_str(text)
-    return bool(
-        matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
-    )
 
 
 def test_classes_are_ascii_unless_asked_otherwise(tokenizer: LLTokenizer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,21 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from server.text.dialect import Dialect
 from server.text.grammars.grammar import json_grammar, tools_grammar
 from server.text.grammars.schemas import KNOWN_FORMATS
-
-
-@pytest.fixture(scope="module")
-def tokenizer(embedded_folder: Path) -> LLTokenizer:
-    return LLTokenizer((embedded_folder / "tokenizer.json").read_text())
-
-
-def takes(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
-    """Whether a text is one of the grammar's. Raises ValueError for a grammar that is refused."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    if matcher.is_error():
-        raise ValueError(matcher.get_error())
-    tokens = tokenizer.tokenize_str(text)
-    whole = matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens)
-    return bool(whole and matcher.is_accepting())
+from tests.text.texts import takes
 
 
 def tagged(kind: str, **more: Any) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from server.text.dialect import Dialect
 from server.text.grammars.grammar import either, json_grammar, tools_grammar
+from tests.text.texts import takes
 
 DIALECTS = {
     "hermes": Dialect("hermes", None, None),
@@ -22,11 +22,6 @@ DIALECTS = {
 }
 
 Calls = list[tuple[str, dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(embedded_folder: Path) -> LLTokenizer:
-    return LLTokenizer((embedded_folder / "tokenizer.json").read_text())
 
 
 def tool(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -58,15 +53,6 @@ def written(dialect: Dialect, calls: Calls) -> str:
             return "".join(json.dumps({"name": name, "parameters": given}) for name, given in calls)
     bodies = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
     return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
-
-
-def takes(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
-    """Whether a text is one of the grammar's."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = tokenizer.tokenize_str(text)
-    whole = matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens)
-    return bool(whole and matcher.is_accepting())
 
 
 def read(dialect: Dialect, text: str) -> Calls:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from server.engine.runtime.preparation.assembly import build_runner
 from tests.checkpoint.further_families import settings_of
 from tests.checkpoint.layouts import config_of, random_model, reference_model, save_nf4, silent
 from tests.engine.model.image_prompts import NEW_TOKENS, Picture, Prompt, given_to_transformers, outputs_of
+from tests.engine.model.test_image_prompts import pixels, text
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,10 +69,6 @@ def qwen(seed: int) -> Picture:
 
 def gemma3(seed: int) -> Picture:
     return Picture({"pixel_values": pixels(seed, 1, 3, 112, 112)}, [123] + [TOKEN] * 16 + [124])
-
-
-def pixels(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
 
 
 FAMILIES: dict[str, tuple[dict[str, Any], Callable[[int], Picture]]] = {
@@ -184,7 +180,3 @@ def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
         found[key] = found[key] | value if isinstance(found.get(key), dict) else value
     return found
-
-
-def text(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(3, 118), k=count)

@@ -126,6 +126,7 @@ def test_adapters_of_quantized_checkpoints(model_type: str, tmp_path: Path) -> N
     check_peft(run(engine), base, tmp_path, 2e-2 if cpu.isa() in FIXED_POINT else 1e-3)
 
 
+@pytest.mark.rest
 def test_adapters_that_come_while_the_engine_runs(tmp_path: Path) -> None:
     """Then every projection has room for them, the narrow ones of each head among them."""
     model = plain_model("qwen3_5_text")

@@ -65,8 +65,7 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(1500)]
 @pytest.mark.parametrize(
     ("kind", "method", "count"),
     [
-        *(("wide", method, FEW) for method in METHODS),
-        *(pytest.param(k, m, FEW, marks=pytest.mark.rest) for k in KINDS if k != "wide" for m in METHODS),
+        *with_rest(itertools.product(KINDS, METHODS, [FEW]), [("wide", "lookup", FEW)]),
         *(pytest.param(kind, method, MANY, marks=LONG) for kind in KINDS for method in METHODS),
     ],
 )
