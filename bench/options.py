@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from bench.grammar import FORMS as GRAMMARS
 from bench.machine import current_commit, versions
 from server.checkpoint.source import resolve_checkpoint
 from server.config import EMBEDDED_MODEL, EngineConfig, default_cache_dir
@@ -31,7 +32,7 @@ from server.engine.core import Engine
 from server.engine.grammar import Grammars
 from server.engine.runtime.runner import ModelRunner
 from server.engine.start import load_runner
-from server.text.grammars.grammar import json_grammar, regex_grammar
+from server.text.grammars.grammar import regex_grammar
 from server.types import GenerateRequest, SamplingParams, TokenLogprob
 
 MODELS = Path(__file__).parent / "models"
@@ -40,18 +41,7 @@ PROMPT, ANSWER, CHECKED = 128, 160, 24
 FIRST = 16
 """Decode is timed from the step in which every request has this many tokens."""
 MODES = ("host", "device")
-_ITEM = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "kind": {"enum": ["a", "b", "c"]},
-        "n": {"type": "integer"},
-        "tags": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["name", "kind", "n", "tags"],
-    "additionalProperties": False,
-}
-SCHEMA = json_grammar({"type": "array", "items": _ITEM, "minItems": 100})
+SCHEMA = GRAMMARS["schema"]
 REGEX = regex_grammar("([a-z]{1,9} ){600}")
 Options = Callable[[int], dict[str, Any]]
 _numbers = itertools.count()

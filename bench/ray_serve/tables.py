@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from bench.tables.markdown import table
 
 RESULT = Path(__file__).parents[1] / "results" / "ray-serve.json"
 ROUTERS = {"prefix_affinity": "`prefix_affinity`", "power_of_two": "`power_of_two`, one request at a time: at random"}
@@ -23,7 +24,7 @@ def affinity() -> str:
         ]
         for row in _part("affinity")["rows"]
     ]
-    return _table(["router", "prompt tokens", "found in a KV cache", "share"], rows)
+    return table(["router", "prompt tokens", "found in a KV cache", "share"], rows)
 
 
 def recovery() -> str:
@@ -32,7 +33,7 @@ def recovery() -> str:
         [loss["lost"], f"{loss['noticed_s']:.1f}", f"{loss['back_s']:.1f}", f"{loss['cores_had']:.1f}"]
         for loss in _part("recovery")["losses"]
     ]
-    return _table(["lost", "noticed after, s", "replicas are back after, s", "cores that Ray's processes had"], rows)
+    return table(["lost", "noticed after, s", "replicas are back after, s", "cores that Ray's processes had"], rows)
 
 
 def throughput() -> str:
@@ -40,7 +41,7 @@ def throughput() -> str:
     rows = _ways(_part("throughput"), "Ray Serve")
     rows += _ways(_part("throughput_haproxy"), "Ray Serve with HAProxy for its proxy")
     heads = ["in front", "tokens/s", "median of the rounds' ratios", "first token of a request alone, ms"]
-    return _table([*heads, "engines, processor ms a token", "all else, processor ms a token"], rows)
+    return table([*heads, "engines, processor ms a token", "all else, processor ms a token"], rows)
 
 
 def _ways(measured: dict[str, Any], through_ray: str) -> list[list[str]]:
@@ -69,7 +70,3 @@ def _engines(milliseconds: dict[str, float]) -> float:
 def _part(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(RESULT.read_text())[name]
     return found
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))

@@ -77,7 +77,7 @@ def gemm(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion) -> None:
     if not isinstance(choice, Dequantize) and x.dtype != torch.float32:
         workspace = workspace_on(x.device)
         if _is_aligned(weight) and (isinstance(choice, Rows) or workspace is not None):
-            _launch(out, m, _aligned(x), None, weight, fusion, choice, workspace)
+            _launch(out, m, aligned(x), None, weight, fusion, choice, workspace)
             return
     if fusion.norm_weight is not None:
         x = rms_norm(x, fusion.norm_weight, fusion.norm_eps)
@@ -93,7 +93,7 @@ def gemm_tiled(out: Tensor, tiles: Tensor, weight: Nf4Weight, fusion: Fusion) ->
     workspace = workspace_on(out.device)
     if not isinstance(choice, Wgmma) or choice.tokens != tiles.shape[2] or not _is_aligned(weight) or workspace is None:
         return False
-    _launch(out, m, None, _aligned(tiles), weight, fusion, choice, workspace)
+    _launch(out, m, None, aligned(tiles), weight, fusion, choice, workspace)
     return True
 
 
@@ -108,7 +108,7 @@ def gemm_gated(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion, gate: 
         return False
     if isinstance(choice, Rows):
         _gated_weights.add(weight.packed)
-    _launch(out, m, _aligned(x), None, weight, dataclasses.replace(fusion, gate=gate), choice, workspace)
+    _launch(out, m, aligned(x), None, weight, dataclasses.replace(fusion, gate=gate), choice, workspace)
     return True
 
 
@@ -154,7 +154,7 @@ def _launch(
     words, timed = _clock_words(device, "wgmma" if isinstance(choice, Wgmma) else "rows")
     gate = fusion.gate
     bias, residual, norm_weight = (
-        None if tensor is None else _aligned(tensor) for tensor in (fusion.bias, fusion.residual, fusion.norm_weight)
+        None if tensor is None else aligned(tensor) for tensor in (fusion.bias, fusion.residual, fusion.norm_weight)
     )
 
     linear = Linear(
@@ -252,7 +252,8 @@ def _is_aligned(weight: Nf4Weight) -> bool:
     return all(address % 16 == 0 for address in addresses)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
+    """x, contiguous and at an address that is a multiple of 16; itself if it is so already."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nf4_kernels.cuda import BLOCKSIZES
 from nf4_kernels.cuda.device import arch
+from nf4_kernels.cuda.launches import aligned
 from nf4_kernels.cuda.library import Moe, MoeRowsPlan, MoeWarpsPlan, MoeWgmmaPlan, load_error, raise_for, usable
 from nf4_kernels.format import Weight, second_level
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
@@ -67,8 +68,8 @@ def run(
         x_rows = tokens if x.ndim == 2 else choices
         size = choice.workspace_bytes(choices, x_rows, num_experts, n, k, routed)
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        x, experts = _aligned(x), experts.contiguous()
-        bias = None if bias is None else _aligned(bias)
+        x, experts = aligned(x), experts.contiguous()
+        bias = None if bias is None else aligned(bias)
         routing = None if routing is None else routing.contiguous()
         moe = Moe(
             weight=_struct(weight, num_experts, n, k),
@@ -140,11 +141,6 @@ def _check(
     ):
         raise ValueError(f"routing_weights must be float32 of shape {tuple(experts.shape)} on {x.device}")
     return tokens, top_k, num_experts, n, k
-
-
-def _aligned(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _struct(weight: Weight, experts: int, n: int, k: int) -> Nf4Weight:

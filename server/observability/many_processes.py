@@ -7,7 +7,7 @@ adds up all files, including those of processes that have ended, so that no coun
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -45,11 +45,8 @@ class _Resources(Collector):
     def __init__(self, alive: Callable[[], Mapping[int, int]]) -> None:
         self._alive = alive
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterator[Metric]:
         """See Collector.collect."""
-        return self._collect()
-
-    def _collect(self) -> Iterator[Metric]:
         alive = self._alive()
         yield GaugeMetricFamily("nf4_api_processes", "Processes that answer HTTP.", value=len(alive))
         families: dict[str, Metric] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -40,11 +40,8 @@ class VllmNames(Collector):
         self._collector = collector
         self._keep_ours = keep_ours
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterator[Metric]:
         """See Collector.collect."""
-        return self._collect()
-
-    def _collect(self) -> Iterator[Metric]:
         for metric in self._collector.collect():
             bare = metric.name.removeprefix(OURS)
             shared = bare in SHARED and metric.name != bare

@@ -7,8 +7,8 @@ from typing import Any
 
 from server.api.answering.limits import check_known, check_length
 from server.api.answering.service import Backend
-from server.api.http.errors import ApiError, bad_request
-from server.api.http.validation import json_type
+from server.api.http.errors import bad_request
+from server.api.http.validation import wrong_type
 
 _TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 PROMPT_SCHEMA = {
@@ -50,7 +50,7 @@ def _prompts_of(prompt: Any, vocab_size: int, param: str) -> list[str | list[int
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
-        raise _wrong_type(param, "a string or an array", prompt)
+        raise wrong_type(param, "a string or an array", prompt)
     if not prompt:
         raise bad_request(
             f"Invalid '{param}': expected an array with at least 1 element(s), but got 0.", param, "empty_array"
@@ -64,7 +64,7 @@ def _prompts_of(prompt: Any, vocab_size: int, param: str) -> list[str | list[int
         elif isinstance(one, str):
             prompts.append(one)
         else:
-            raise _wrong_type(f"{param}[{i}]", "a string or an array of token ids", one)
+            raise wrong_type(f"{param}[{i}]", "a string or an array of token ids", one)
     return prompts
 
 
@@ -73,7 +73,7 @@ def _token_ids(ids: Sequence[Any], vocab_size: int, where: str) -> list[int]:
         raise bad_request(f"Invalid '{where}': it has no tokens.", where, "empty_array")
     for i, token_id in enumerate(ids):
         if type(token_id) is not int:
-            raise _wrong_type(f"{where}[{i}]", "an integer", token_id)
+            raise wrong_type(f"{where}[{i}]", "an integer", token_id)
         if not 0 <= token_id < vocab_size:
             raise bad_request(
                 f"Invalid '{where}[{i}]': {str(token_id)[:24]} is no token id; the vocabulary has {vocab_size} tokens.",
@@ -81,9 +81,3 @@ def _token_ids(ids: Sequence[Any], vocab_size: int, where: str) -> list[int]:
                 "value_out_of_range",
             )
     return list(ids)
-
-
-def _wrong_type(param: str, expected: str, value: Any) -> ApiError:
-    return bad_request(
-        f"Invalid type for '{param}': expected {expected}, but got {json_type(value)} instead.", param, "invalid_type"
-    )

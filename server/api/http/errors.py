@@ -67,6 +67,11 @@ def bad_request(message: str, param: str | None, code: str | None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+def not_supported(param: str, what: str) -> ApiError:
+    """400: the request asks for something that no option of this server gives."""
+    return bad_request(f"{what} is not supported by this server (in '{param}').", param, "unsupported_parameter")
+
+
 def model_not_found(name: str) -> ApiError:
     """404: no model of this name is served."""
     return ApiError(
@@ -109,9 +114,9 @@ def internal_error(request_id: str) -> ApiError:
     )
 
 
-def shown(value: str, limit: int = 100) -> str:
+def shown(value: str) -> str:
     """A client's string, short enough for a message."""
-    return value if len(value) <= limit else value[: limit - 3] + "..."
+    return value if len(value) <= 100 else value[:97] + "..."
 
 
 def renamed(error: ApiError, names: dict[str, str]) -> ApiError:

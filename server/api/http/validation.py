@@ -82,9 +82,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-def validate(
-    model: type[M], document: Mapping[str, Any], unsupported: Mapping[str, Sequence[Any]], where: str = ""
-) -> M:
+def validate(model: type[M], document: Mapping[str, Any], unsupported: Mapping[str, Sequence[Any]]) -> M:
     """The document as a model. Raises ApiError.
 
     unsupported: options that are known but not offered, each with the values that ask for nothing (null always does). Those
@@ -97,11 +95,11 @@ def validate(
         if name in known:
             accepted[name] = value
         elif name not in unsupported:
-            ignore_unknown(where + shown(name))
+            ignore_unknown(shown(name))
         elif value is not None and not _asks_nothing(value, unsupported[name]):
             raise bad_request(
-                f"'{where}{name}' is not supported by this server{_allowed(unsupported[name])}.",
-                where + name,
+                f"'{name}' is not supported by this server{_allowed(unsupported[name])}.",
+                name,
                 "unsupported_parameter",
             )
     try:
@@ -110,9 +108,9 @@ def validate(
         errors = e.errors(include_url=False)
         others = [found for found in errors if found["type"] != "extra_forbidden"]
         if others:
-            raise _from_pydantic(others[0], where) from e
+            raise _from_pydantic(others[0]) from e
     for found in errors:
-        ignore_unknown(where + path_of(found["loc"]))
+        ignore_unknown(path_of(found["loc"]))
     kept = _without(accepted, [found["loc"] for found in errors])
     return model.model_validate(kept, strict=True)
 
@@ -180,12 +178,18 @@ def json_type(value: Any) -> str:
             return "an object"
 
 
-def _from_pydantic(found: ErrorDetails, where: str) -> ApiError:
-    param = where + path_of(found["loc"])
+def wrong_type(param: str, expected: str, value: Any) -> ApiError:
+    """400: an option's value is of another type than is expected; expected has its article."""
+    return bad_request(
+        f"Invalid type for '{param}': expected {expected}, but got {json_type(value)} instead.", param, "invalid_type"
+    )
+
+
+def _from_pydantic(found: ErrorDetails) -> ApiError:
+    param = path_of(found["loc"])
     kind, value, context = found["type"], found["input"], found.get("ctx", {})
     if kind in _TYPE_NAMES:
-        message = f"Invalid type for '{param}': expected {_TYPE_NAMES[kind]}, but got {json_type(value)} instead."
-        return bad_request(message, param, "invalid_type")
+        return wrong_type(param, _TYPE_NAMES[kind], value)
     match kind:
         case "missing":
             return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")

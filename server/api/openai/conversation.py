@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from server.api.http.errors import ApiError, bad_request, shown
+from server.api.http.errors import bad_request, not_supported, shown
 from server.api.http.ignored import ignore_others, ignore_unknown
-from server.api.http.validation import json_type
+from server.api.http.validation import wrong_type
 from server.api.openai.image_parts import ImageParts
 from server.text.image_marks import IMAGE, without_marks
 
@@ -45,7 +45,7 @@ def conversation(messages: Sequence[Any], images: ImageParts | None = None) -> l
 
 def _message(raw: Any, where: str, images: ImageParts) -> dict[str, Any]:
     if not isinstance(raw, dict):
-        raise _wrong_type(where, "an object", raw)
+        raise wrong_type(where, "an object", raw)
     message: dict[str, Any] = {"role": _role(raw, where)}
     for key, value in raw.items():
         param = f"{where}.{shown(key)}"
@@ -62,7 +62,7 @@ def _message(raw: Any, where: str, images: ImageParts) -> dict[str, Any]:
                     message["tool_calls"] = tool_calls(value, param)
             case _ if key in UNSUPPORTED_FIELDS:
                 if value:
-                    raise _unsupported(param, f"'{key}'")
+                    raise not_supported(param, f"'{key}'")
             case _:
                 ignore_unknown(param)
     _check_fields(message, where)
@@ -71,7 +71,7 @@ def _message(raw: Any, where: str, images: ImageParts) -> dict[str, Any]:
 
 def _text_field(message: dict[str, Any], key: str, value: Any, param: str) -> None:
     if value is not None and not isinstance(value, str):
-        raise _wrong_type(param, "a string", value)
+        raise wrong_type(param, "a string", value)
     if value is not None:
         message["reasoning_content" if key == "reasoning" else key] = value
 
@@ -97,7 +97,7 @@ def _check_fields(message: dict[str, Any], where: str) -> None:
 def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Calls that the assistant made earlier. Raises ApiError."""
     if not isinstance(value, list):
-        raise _wrong_type(where, "an array", value)
+        raise wrong_type(where, "an array", value)
     calls = []
     for i, call in enumerate(value):
         param = f"{where}[{i}]"
@@ -117,7 +117,7 @@ def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
                     "invalid_value",
                 )
         if call.get("type", "function") != "function":
-            raise _unsupported(f"{param}.type", "A type of call other than 'function'")
+            raise not_supported(f"{param}.type", "A type of call other than 'function'")
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": _arguments(written)}})
     return calls
 
@@ -142,9 +142,9 @@ def _role(raw: dict[str, Any], where: str) -> str:
     if role is None:
         raise bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     if not isinstance(role, str):
-        raise _wrong_type(param, "a string", role)
+        raise wrong_type(param, "a string", role)
     if role in UNSUPPORTED_ROLES:
-        raise _unsupported(param, f"The role '{role}'")
+        raise not_supported(param, f"The role '{role}'")
     if role not in ROLES:
         supported = ", ".join(f"'{name}'" for name in ROLES)
         raise bad_request(
@@ -157,7 +157,7 @@ def _content(value: Any, where: str, role: str, images: ImageParts) -> str:
     if isinstance(value, str):
         return without_marks(value)
     if not isinstance(value, list):
-        raise _wrong_type(where, "a string or an array of content parts", value)
+        raise wrong_type(where, "a string or an array of content parts", value)
     if not value:
         raise bad_request(f"Invalid '{where}': expected at least one content part.", where, "empty_array")
     content = ""
@@ -171,13 +171,13 @@ def _content(value: Any, where: str, role: str, images: ImageParts) -> str:
 
 def _part(part: Any, where: str, role: str, images: ImageParts) -> str:
     if not isinstance(part, dict):
-        raise _wrong_type(where, "an object", part)
+        raise wrong_type(where, "an object", part)
     kind = part.get("type")
     if kind == "image_url":
         images.read(part, role, where)
         return IMAGE
     if isinstance(kind, str) and kind in UNSUPPORTED_PARTS:
-        raise _unsupported(f"{where}.type", f"Content of type '{kind}'")
+        raise not_supported(f"{where}.type", f"Content of type '{kind}'")
     if kind != "text":
         param = f"{where}.type"
         raise bad_request(
@@ -188,15 +188,5 @@ def _part(part: Any, where: str, role: str, images: ImageParts) -> str:
     ignore_others(part, ("type", "text"), where)
     text = part.get("text")
     if not isinstance(text, str):
-        raise _wrong_type(f"{where}.text", "a string", text)
+        raise wrong_type(f"{where}.text", "a string", text)
     return without_marks(text)
-
-
-def _wrong_type(param: str, expected: str, value: Any) -> ApiError:
-    return bad_request(
-        f"Invalid type for '{param}': expected {expected}, but got {json_type(value)} instead.", param, "invalid_type"
-    )
-
-
-def _unsupported(param: str, what: str) -> ApiError:
-    return bad_request(f"{what} is not supported by this server (in '{param}').", param, "unsupported_parameter")

@@ -7,7 +7,7 @@ from typing import Any
 
 from server.api.http.errors import bad_request, shown
 from server.api.http.ignored import ignore_others
-from server.api.http.validation import json_type
+from server.api.http.validation import wrong_type
 
 DETAILS = ("auto", "low", "high")
 
@@ -61,11 +61,7 @@ class ImageParts:
         given = part.get("image_url")
         fields = {"url": given} if isinstance(given, str) else given
         if not isinstance(fields, dict) or not isinstance(fields.get("url"), str):
-            raise bad_request(
-                f"Invalid type for '{param}': expected an object with a string 'url', but got {json_type(given)} instead.",
-                param,
-                "invalid_type",
-            )
+            raise wrong_type(param, "an object with a string 'url'", given)
         ignore_others(fields, ("url", "detail"), param)
         detail = fields.get("detail")
         if detail is not None and detail not in DETAILS:

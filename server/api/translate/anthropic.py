@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from server.api.http.errors import ApiError, bad_request, shown
+from server.api.http.errors import bad_request, not_supported, shown
 from server.api.http.hints import ignore_thinking
 from server.api.http.ignored import ignore, ignore_others
 from server.api.openai.image_parts import TranslatedImage
@@ -95,7 +95,7 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
-        raise _unsupported(f"{where}.type", f"A tool of type {shown(repr(tool['type']))}")
+        raise not_supported(f"{where}.type", f"A tool of type {shown(repr(tool['type']))}")
     names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
     ignore_others(tool, ("type", *names), where)
     return {"type": "function", "function": {names[key]: value for key, value in tool.items() if key in names}}
@@ -153,7 +153,7 @@ def _read_block(block: Any, role: str, param: str, made: dict[str, Any], results
             content = _result(block.get("content") or "", f"{param}.content", bool(block.get("is_error")))
             results.append({"role": "tool", "tool_call_id": call_id, "content": content})
         case _, {"type": str(kind)}:
-            raise _unsupported(param, f"A block of type {shown(repr(kind))} here")
+            raise not_supported(param, f"A block of type {shown(repr(kind))} here")
         case _:
             raise bad_request(f"Invalid '{param}': expected a content block.", param, "invalid_value")
 
@@ -174,7 +174,7 @@ def _image(block: dict[str, Any], where: str) -> TranslatedImage:
         case {"type": "url", "url": str(url)}:
             return TranslatedImage(url, None, where)
         case {"type": "file"}:
-            raise _unsupported(f"{where}.source", "An image that is a file of the provider's")
+            raise not_supported(f"{where}.source", "An image that is a file of the provider's")
     raise bad_request(
         f"Invalid '{where}.source': expected 'type' base64 with 'media_type' and 'data', or 'type' url with 'url'.",
         f"{where}.source",
@@ -219,7 +219,7 @@ def _document(block: dict[str, Any], where: str) -> str:
         case {"type": "content", "content": content}:
             text = _texts(content, f"{where}.source.content")
         case _:
-            raise _unsupported(f"{where}.source", "A document that is no plain text")
+            raise not_supported(f"{where}.source", "A document that is no plain text")
     heads = [head for key in ("title", "context") if isinstance(head := block.get(key), str) and head]
     return "\n".join([*heads, text])
 
@@ -238,9 +238,5 @@ def _texts(value: Any, where: str) -> str:
             case {"type": "document"}:
                 texts.append(_document(block, f"{where}[{i}]"))
             case _:
-                raise _unsupported(f"{where}[{i}]", "A block that is no text")
+                raise not_supported(f"{where}[{i}]", "A block that is no text")
     return "\n".join(texts)
-
-
-def _unsupported(param: str, what: str) -> ApiError:
-    return bad_request(f"{what} is not supported by this server (in '{param}').", param, "unsupported_parameter")

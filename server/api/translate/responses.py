@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.api.http.errors import ApiError, bad_request, shown
+from server.api.http.errors import bad_request, shown
 from server.api.http.hints import SERVER_TOOLS
 from server.api.http.ignored import ignore, ignore_others
-from server.api.http.validation import json_type
+from server.api.http.validation import wrong_type
 from server.api.openai.image_parts import TranslatedImage
 
 INPUT_SCHEMA = {
@@ -70,13 +70,13 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
-        raise _wrong_type("input", "a string or an array", value)
+        raise wrong_type("input", "a string or an array", value)
     messages: list[dict[str, Any]] = []
     thoughts = ""
     for i, item in enumerate(value):
         where = f"input[{i}]"
         if not isinstance(item, dict):
-            raise _wrong_type(where, "an object", item)
+            raise wrong_type(where, "an object", item)
         match item.get("type", "message"):
             case "message":
                 message = {"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")}
@@ -111,7 +111,7 @@ def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _wrong_type(where, "a string or an array of content parts", value)
+        raise wrong_type(where, "a string or an array of content parts", value)
     parts = [_part(part, f"{where}[{i}]") for i, part in enumerate(value)]
     if any(isinstance(part, TranslatedImage) for part in parts):
         return parts
@@ -129,10 +129,4 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         f"Invalid '{where}': only parts with text, and input_image with an 'image_url', are supported by this server.",
         where,
         "unsupported_parameter",
-    )
-
-
-def _wrong_type(param: str, expected: str, value: Any) -> ApiError:
-    return bad_request(
-        f"Invalid type for '{param}': expected {expected}, but got {json_type(value)} instead.", param, "invalid_type"
     )

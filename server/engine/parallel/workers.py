@@ -87,11 +87,6 @@ class Workers:
         """The engine's own process."""
         return Membership(0, len(self._processes) + 1, str(self._folder / "store"))
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids, by rank from 1 on."""
-        return [process.pid for process in self._processes]
-
     def device_memory(self) -> list[tuple[int, int]]:
         """(bytes used, bytes) of the workers' devices, from rank 1 on, as of a second ago."""
         return list(self._memory.values())
