@@ -137,10 +137,10 @@ def _row(busy: int, rounds: int, seconds: float) -> dict[str, Any]:
                 clock.runs(state == "chosen")
                 began, steps = time.monotonic(), 0
                 while time.monotonic() < began + seconds:
-                    decode.step()
-                    steps += 1
                     if state == "chosen":
                         barriers.check()
+                    decode.step()
+                    steps += 1
                 clock.runs(False)
                 if number:  # in the first round the choice is made
                     speeds[state].append(steps / (time.monotonic() - began))

@@ -24,7 +24,7 @@ CHECK_S = 0.25
 CONTENDED_SHARE = 0.15
 """Threads sleep if one of them has waited for a core for more than this share of the time."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 16.0
-"""Seconds without contention after which threads spin again; they double each time that this was wrong."""
+"""Seconds without contention and with free cores before threads spin again; they double each time that this was wrong."""
 PAUSE_PER_LATE = 10.0
 """The pause is at least this many times as long as contention was found too late: a step in between may take seconds."""
 MAX_SLEEP_S = 60.0
@@ -44,17 +44,29 @@ def waited_seconds() -> dict[int, float]:
     return waited
 
 
+def free_cores() -> int:
+    """Cores of the machine less other threads that run or wait for one; all of them if the system does not say."""
+    cores = os.cpu_count() or 1
+    try:
+        runnable = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+        return cores - (int(runnable) - 1)
+    except (OSError, IndexError, ValueError):
+        return cores
+
+
 class Barriers:
-    """Have OpenMP's threads sleep at barriers while there is contention. Call check() after every step."""
+    """Have OpenMP's threads sleep at barriers while there is contention. Call check() before every step."""
 
     def __init__(
         self,
         sleep: Callable[[bool], None] = cpu.sleep_at_barriers,
         waited: Callable[[], dict[int, float]] = waited_seconds,
         now: Callable[[], float] = time.monotonic,
+        free: Callable[[], int] = free_cores,
     ) -> None:
-        """sleep: whether threads sleep from here on; waited: see waited_seconds(); now: in seconds."""
-        self._sleep, self._waited, self._now = sleep, waited, now
+        """sleep: whether threads sleep from here on; waited, free: see the functions above; now: in seconds."""
+        self._sleep, self._waited, self._now, self._free = sleep, waited, now, free
+        self._threads = torch.get_num_threads()
         self._checked_at = -1e9
         self._before: dict[int, float] = {}
         self._changed_at = -1e9
@@ -80,15 +92,16 @@ class Barriers:
         before, self._before = self._before, self._waited()
         longest = max((waited - before.get(task, waited) for task, waited in self._before.items()), default=0.0)
         contended = longest > CONTENDED_SHARE * seconds
-        lasted = now - self._changed_at
-        self._calm_s = 0.0 if contended else self._calm_s + seconds
+        free, lasted = self._free(), now - self._changed_at
         if self.sleeps:
+            # Threads that sleep wait for little even on busy cores: the system lets a thread that wakes go first.
+            self._calm_s = 0.0 if contended else self._calm_s + (seconds if free >= self._threads else 0.0)
             if lasted > MAX_SLEEP_S or self._calm_s > self._pause_s:
                 self._change(False, now)
-        elif contended:
+        elif contended or free < 0:  # the first step after a pause may take seconds: there is no waiting for it
             is_new = lasted > MAX_PAUSE_S
             pause_s = FIRST_PAUSE_S if is_new else min(2 * self._pause_s, MAX_PAUSE_S)
-            self._pause_s = max(pause_s, PAUSE_PER_LATE * (seconds - CHECK_S))
+            self._pause_s = max(pause_s, PAUSE_PER_LATE * (seconds - CHECK_S) if contended else 0.0)
             if is_new:
                 logger.info("other work takes the cores: threads sleep at barriers until it has ended")
             self._change(True, now)

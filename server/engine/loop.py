@@ -265,9 +265,9 @@ def _run_steps(engine: Engine, runner: ModelRunner, workers: Workers | None, cha
         for result in engine.settle_adapters():
             channel.send(result)
         if engine.has_work and not stop.requested:
+            check_barriers()
             with nullcontext() if workers is None else workers.explained():
                 outputs = engine.step()
-            check_barriers()
             channel.send_step(outputs)
         elif aborted:
             channel.send_step(StepOutputs([], engine.stats()))

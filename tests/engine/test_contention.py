@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
 from nf4_kernels import cpu
-from server.engine.contention import FIRST_PAUSE_S, MAX_PAUSE_S, MAX_SLEEP_S, Barriers, waited_seconds
+from server.engine.contention import (
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
+    MAX_SLEEP_S,
+    Barriers,
+    free_cores,
+    waited_seconds,
+)
 
 
 class Machine:
@@ -20,7 +29,10 @@ class Machine:
         self.waiting_share = 0.0
         self._waited = 5.0
         self.sleeps: list[bool] = []
-        self.barriers = Barriers(self.sleeps.append, lambda: {1: self._waited, 2: 0.0}, lambda: self.time)
+        self.free_cores = 64
+        self.barriers = Barriers(
+            self.sleeps.append, lambda: {1: self._waited, 2: 0.0}, lambda: self.time, lambda: self.free_cores
+        )
 
     def run(self, seconds: float, waiting_share: float, step_s: float = 0.02) -> None:
         """Run steps."""
@@ -57,6 +69,44 @@ def test_spinning_is_tried_less_and_less_often_while_it_is_wrong() -> None:
     assert max(slept) < MAX_PAUSE_S + 1
     spun = [end - begin for begin, end in zip(changed[1::2], changed[2::2], strict=False)]
     assert sum(spun) < 0.05 * sum(slept)
+
+
+def test_spinning_is_not_tried_while_the_cores_are_busy() -> None:
+    """Threads that sleep wait for little then, too."""
+    machine = Machine()
+    machine.free_cores = 0
+    machine.run(0.6, 0.5)
+    machine.run(MAX_SLEEP_S - 1, 0.05)
+    assert machine.sleeps == [True]
+    machine.free_cores = 64
+    machine.run(FIRST_PAUSE_S + 0.5, 0.05)
+    assert machine.sleeps == [True, False]
+
+
+def test_threads_sleep_in_the_first_step_on_a_very_busy_machine() -> None:
+    machine = Machine()
+    machine.run(1, 0.0)
+    machine.time += 100  # no step meanwhile
+    machine.free_cores = -1
+    machine.barriers.check()
+    assert machine.sleeps == [True]
+    machine.free_cores = 64
+    machine.run(FIRST_PAUSE_S + 0.5, 0.0)
+    assert machine.sleeps == [True, False]
+
+
+@pytest.mark.skipif(not waited_seconds(), reason="the system does not say what runs")
+def test_processes_that_compute_leave_no_core_free() -> None:
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range((os.cpu_count() or 1) + 1)]
+    try:
+        deadline = time.monotonic() + 60
+        while free_cores() >= 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_slow_steps_do_not_take_much_of_the_time() -> None:
