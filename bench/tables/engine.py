@@ -10,7 +10,7 @@ from bench.tables.results import NAMES, PEERS, Result, load, peer
 
 KERNELS, E2E, CPU = "kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "cpu.json"
 EXPERTS = "moe-nvidia-h200.json"
-PLUGIN = "vllm-plugin-nvidia-h100.json"
+PLUGIN = "vllm-plugin-nvidia-h200.json"
 # The paper's best ratios to bitsandbytes 0.47.0 on an A100, and the batch sizes at which it reached them.
 PAPER = {"llama-3.3-70b": (1.54, 2), "qwen3-32b": (1.29, 32), "gemma-3-27b": (1.32, 64)}
 HEADLINE = {
