@@ -232,7 +232,8 @@ WRITTEN = frozenset((
     "idefics2", "iquestcoder", "janus", "kolibri1", "lighton_ocr", "llava_next_video", "llava_onevision", "mellum",
     "moss_transcribe_diarize", "ovis2", "paddleocr_vl", "phi4_multimodal", "pp_chart2table", "qianfan_ocr",
     "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "solar_open", "video_llama_3", "video_llava",
-    "vipllava", "glm4_moe_lite", "kimi_k25", "minicpm3", "sarvam_mla", "youtu",
+    "vipllava", "glm4_moe_lite", "kimi_k25", "minicpm3", "sarvam_mla", "youtu", "afmoe", "cohere2_moe", "hy_v3",
+    "minimax_m2",
 ))  # fmt: skip
 """Those of SERVED whose layers are written ones; the others run by transformers' own code."""
 WRONG_POSITIONS: dict[str, Settings] = dict.fromkeys(

@@ -19,7 +19,9 @@ from server.engine.runtime.attention.base import AttentionBackend, AttentionOpti
 from server.engine.runtime.attention.graph_backend import DecodeForm
 from server.engine.runtime.layers.experts import LogitsRouter, ModuleRouter, read_router
 from server.engine.runtime.layers.norm import RmsNorm, read_rms_norm
-from server.engine.runtime.layers.spec import UnknownLayerError, _angle_step, read_layer
+from server.engine.runtime.layers.parts import UnknownLayerError
+from server.engine.runtime.layers.rotary_functions import angle_step
+from server.engine.runtime.layers.spec import read_layer
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
 from server.engine.runtime.model.latents import keep_latents
 from server.engine.runtime.model.projections import replace_projections
@@ -34,7 +36,7 @@ from tests.moe_checkpoints import save_moe, separate_experts, tiny_moe, unsloth_
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=64, max_num_seqs=5, enforce_eager=True)
 WRITTEN = (
-    "apertus", "arcee", "cohere", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+    "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
     "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "jais2", "llama", "ministral",
     "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss",
     "smollm3", "stablelm", "starcoder2", "vaultgemma",
@@ -93,7 +95,7 @@ def test_one_layer_that_differs_is_found_among_many(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("family", "step"), [("llama", 0), ("phi", 0), ("gpt_oss", 0), ("glm4", 1), ("cohere", 2)])
 def test_pairs_of_rotary_embeddings_are_told_apart(family: str, step: int) -> None:
-    assert _angle_step(tiny_model(family).get_decoder().layers[0].self_attn) == step
+    assert angle_step(tiny_model(family).get_decoder().layers[0].self_attn) == step
 
 
 def test_norms_are_told_apart() -> None:

@@ -38,6 +38,8 @@ class Attention:
     is_rotary: bool = True
     is_gated: bool = False
     """Whether a head of the queries' projection has a gate behind the query, whose sigmoid multiplies the head's result."""
+    gate: Projection | None = None
+    """The projection of such gates, if it is one of its own (Trinity)."""
     angles_once: bool = False
     """Whether the layer's own code takes each angle once, for both elements that it rotates (gpt-oss)."""
     angle_step: int = 0
@@ -50,12 +52,14 @@ class Attention:
     ) -> torch.Tensor:
         """residual + the output for norm(x), x [T, width]."""
         tokens = x.shape[0]
+        if self.gate is not None and norm is not None:
+            x, norm = norm(x), None
         query, key, *values = self.qkv(x, norm)
         if self.key_multiplier != 1.0:
             key = key * self.key_multiplier
         if self.row_norms is not None:
             query, key = self.row_norms[0](query), self.row_norms[1](key)
-        gate = None
+        gate = None if self.gate is None else self.gate(x).unflatten(-1, (-1, self.head_dim))
         if self.is_gated:
             query, gate = query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
         else:
@@ -88,7 +92,8 @@ class Attention:
         """What it asks of the launch that attends in a decode graph of that many sequences."""
         if not self.is_rotary or self.rotates_first or sequences < ROTARY_FROM:
             return DecodeForm(False, False, 0)
-        return DecodeForm(True, self.head_norms is not None, 0 if self.is_gated else self.output.tile(sequences, dtype))
+        has_gate = self.is_gated or self.gate is not None
+        return DecodeForm(True, self.head_norms is not None, 0 if has_gate else self.output.tile(sequences, dtype))
 
     def _rotary(self, angles: Angles) -> RotaryEmbedding:
         if self.angles_once and 2 * angles[0].shape[-1] <= self.head_dim:

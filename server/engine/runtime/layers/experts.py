@@ -33,6 +33,8 @@ class Experts:
     """Whether the result is this rank's part of a sum."""
     latent: tuple[Projection, Projection] | None = None
     """From the width to that of the experts, and back (Nemotron 3 Super)."""
+    is_mean: bool = False
+    """Whether the result is the mean of the two, rather than their sum (Command A+)."""
 
     def __call__(self, x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None) -> torch.Tensor:
         """residual + the result for norm(x), x [T, width]."""
@@ -45,6 +47,8 @@ class Experts:
         if self.shared is not None:
             z = self.shared(x, None, None)
             y = y + (z if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * z)
+            if self.is_mean:
+                y = y / 2
         if not self.is_partial:
             return y if residual is None else _sum(residual, y)
         if residual is None:
@@ -103,10 +107,18 @@ class ModuleRouter:
         """others: what the module takes after x."""
         self._module = module
         self._others = others
+        self._wants_batch = False
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Router."""
-        _, weights, experts = self._module(x, *self._others)
+        if not self._wants_batch:
+            try:
+                _, weights, experts = self._module(x, *self._others)
+            except ValueError:
+                # Trinity's unpacks three dimensions.
+                self._wants_batch = True
+        if self._wants_batch:
+            _, weights, experts = self._module(x.unsqueeze(0), *self._others)
         return weights, experts
 
 

@@ -16,8 +16,10 @@ from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.exchange import agreed, is_alone
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.layers.outer import write_norm, write_rotary
+from server.engine.runtime.layers.parts import UnknownLayerError
+from server.engine.runtime.layers.rotary_functions import rotating
 from server.engine.runtime.layers.small_steps import MAX_TOKENS, SmallSteps, UnsuitableError
-from server.engine.runtime.layers.spec import UnknownLayerError, attention_name, read_layer
+from server.engine.runtime.layers.spec import attention_name, read_layer
 from server.engine.runtime.layers.state_layers import StateLayers
 from server.engine.runtime.model.decoder import decoder_layers, outer_modules
 from server.engine.runtime.model.weight_order import set_weight_order
@@ -53,10 +55,13 @@ def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> list
         return []
     layers = decoder_layers(paged.model)
     written: list[DecoderLayer] = []
+    names = [(layer, attention_name(layer)) for layer in layers]
+    attentions = [getattr(layer, name) for layer, name in names if name is not None]
+    rotates = rotating(attentions, lambda: steps.run(1))
 
     def read() -> str | None:
         try:
-            written.extend(_read(layers, options, paged.states))
+            written.extend(_read(layers, options, paged.states, rotates))
         except UnknownLayerError as e:
             return str(e)
         return None
@@ -87,16 +92,19 @@ def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> list
 
 
 def _read(
-    layers: Sequence[nn.Module], options: Sequence[AttentionOptions], states: StateLayers | None
+    layers: Sequence[nn.Module],
+    options: Sequence[AttentionOptions],
+    states: StateLayers | None,
+    rotates: Sequence[bool],
 ) -> list[DecoderLayer]:
-    """The written layers for transformers' modules. Raises UnknownLayerError."""
+    """The written layers for transformers' modules. options, rotates: of those that attend. Raises UnknownLayerError."""
     attending = [attention_name(layer) is not None for layer in layers]
     if sum(attending) != len(options):
         raise UnknownLayerError(f"{sum(attending)} of {len(layers)} layers have attention, and {len(options)} attend")
-    written, numbered = [], iter(enumerate(options))
+    written, numbered = [], iter(zip(range(len(options)), options, rotates, strict=True))
     for layer, attends in zip(layers, attending, strict=True):
-        index, own = next(numbered) if attends else (-1, None)
-        written.append(read_layer(layer, index, own, states))
+        index, own, is_rotary = next(numbered) if attends else (-1, None, False)
+        written.append(read_layer(layer, index, own, states, is_rotary))
     return written
 
 
