@@ -98,8 +98,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def one_thread() -> Iterator[None]:
     """torch computes with one thread in a test, whatever an engine in this process has set.
 
-    On two cores tiny models run up to a hundred times longer with two: OpenMP's threads wait for one another in a loop,
-    which takes the core from the servers of other tests, and theirs from these. Servers have threads of their own.
+    On two busy cores tiny models and GEMMs run up to a hundred times longer with two: threads wait for one another in a
+    loop, which takes the core from the servers of other tests, and theirs from these. Servers have threads of their own.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

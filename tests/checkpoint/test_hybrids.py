@@ -214,7 +214,7 @@ def test_heads_that_predict_several_tokens_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", with_rest(["qwen3_5_text", "nemotron_h", "falcon_h1"], ["falcon_h1"]))
 def test_random_weights_for_benchmarks(model_type: str, tmp_path: Path) -> None:
     made(model_type).save_pretrained(tmp_path)
-    config = CONFIG.model_copy(update={"load_format": "dummy"})
+    config = CONFIG.model_copy(update={"load_format": "dummy", "threads": 1})
     engine = Engine(load_runner(tmp_path, config, silent), config)
     requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     outputs = run_together(engine, *requests)

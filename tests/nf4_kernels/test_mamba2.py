@@ -77,6 +77,17 @@ def test_no_sequence_at_all() -> None:
     assert not mamba2.run(random_layer(SHAPES[0], 2, 3), Sequences(indices(), indices(0), flags())).any()
 
 
+def test_threads_share_heads_and_sequences() -> None:
+    """Whatever the number of threads, results are the same bits; the fixture of all tests sets their number back."""
+    layers, outs = [random_layer(SHAPES[2], slots=3, tokens=70) for _ in range(2)], []
+    for layer, threads in zip(layers, (1, 3), strict=True):
+        torch.set_num_threads(threads)
+        chunks = indices(0, 40, 41, 70), flags(True, True, False)
+        outs.append(mamba2.run(layer, Sequences(indices(2, 0, 1), *chunks)))
+    assert torch.equal(*outs)
+    assert torch.equal(layers[0].state, layers[1].state)
+
+
 def test_transformers_gives_the_same() -> None:
     """A prompt in chunks of odd lengths, then single tokens, against one forward pass of transformers' own layer."""
     config = NemotronHConfig(

@@ -61,7 +61,7 @@ def answers(
     drafts = speculation == "draft"
     of_a_block = BYTES_PER_BLOCK // ranks + drafts * BYTES_PER_BLOCK  # every rank has the draft model whole
     config = EngineConfig(
-        device="cpu", tensor_parallel_size=ranks, threads=2, enforce_eager=True, block_size=4, max_model_len=160,
+        device="cpu", tensor_parallel_size=ranks, threads=ranks, enforce_eager=True, block_size=4, max_model_len=160,
         max_num_seqs=6, max_num_batched_tokens=40, kv_cache_bytes=BLOCKS * of_a_block, lora_modules=(adapter,),
         speculation=speculation, draft_model=str(folder / "draft") if drafts else None,
     )  # fmt: skip

@@ -71,7 +71,7 @@ def _config(adapters: list[Path], ranks: int) -> EngineConfig:
     # So few KV blocks that sequences are preempted. A block has 16 tokens, keys and values, of four layers and eight heads.
     blocks = 16
     return EngineConfig(
-        device="cpu", tensor_parallel_size=ranks, threads=2, enforce_eager=True, block_size=16, max_model_len=240,
+        device="cpu", tensor_parallel_size=ranks, threads=ranks, enforce_eager=True, block_size=16, max_model_len=240,
         kv_cache_bytes=blocks * 16 * 4 * 2 * 8 * 32 * 4 // ranks, max_num_seqs=4, max_num_batched_tokens=64,
         lora_modules=(LoraModule(name="first", path=adapters[0]),), max_loras=2, max_lora_rank=8, allow_runtime_lora=True,
     )  # fmt: skip

@@ -27,11 +27,6 @@ BLOCKS = 400
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Takes the place of the fixture of all rooms: sequences are divided among threads."""
-
-
-@pytest.fixture(autouse=True)
 def _usable() -> None:
     reason = paged_cpu_error()
     if reason is not None:
@@ -157,6 +152,13 @@ PLACES = [(i, j) for i in range(len(SHAPES)) for j in range(len(CASES)) if (i + 
 def test_attends_as_float64(shape: int, case: int, tolerance: float) -> None:
     sizes, (chunks, options) = SHAPES[shape], CASES[case]
     _check(chunks, LayerShape(*sizes), AttentionOptions(sizes[1] ** -0.5, **options), SIZE, tolerance)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_sequences_are_divided_among_threads(threads: int, tolerance: float) -> None:
+    torch.set_num_threads(threads)  # the fixture of all tests sets it back
+    for chunks, options in (CASES[1], CASES[2], CASES[9]):
+        _check(chunks, LayerShape(2, 64, 64, 4), AttentionOptions(0.125, **options), SIZE, tolerance)
 
 
 LATENT_SHAPES = [(1, 144, 128, 4), (1, 33, 20, 5), (1, 40, 40, 19)]

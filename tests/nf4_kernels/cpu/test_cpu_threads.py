@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from nf4_kernels import cpu
+from nf4_kernels import cpu, reference
+from nf4_kernels.cpu import moe as cpu_moe
 from tests.nf4_kernels.weights import quantized, using_isa
 
 N, K = 1003, 576
@@ -29,7 +30,13 @@ def threads(count: int) -> Iterator[None]:
 def gemms() -> list[Gemm]:
     """A GEMM of each kind of weight whose rows threads divide among themselves."""
     weight, plain = quantized((N, K), 64, True, seed=1).weight, torch.randn(N, K).to(torch.bfloat16)
-    return [lambda x: cpu.linear(x, weight), lambda x: cpu.linear_bf16w(x, plain)]
+    experts = quantized((4, 72, K), 64, False, seed=2).weight
+
+    def moe(x: torch.Tensor) -> torch.Tensor:
+        ids = torch.arange(2 * len(x), dtype=torch.int32).view(-1, 2) % 4
+        return cpu_moe.moe_linear(x, experts, ids, None, None)
+
+    return [lambda x: cpu.linear(x, weight), lambda x: cpu.linear_bf16w(x, plain), moe]
 
 
 @pytest.mark.parametrize("isa", cpu.ISAS)
@@ -45,6 +52,15 @@ def test_any_number_of_threads_computes_every_row(isa: str, rows: int) -> None:
                 with threads(count):
                     found = gemm(x)
                 torch.testing.assert_close(found, expected, rtol=0, atol=3e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("isa", cpu.ISAS)
+def test_any_number_of_threads_dequantizes(isa: str) -> None:
+    weight = quantized((N, K), 64, True, seed=1).weight
+    with using_isa(isa):
+        for count in (2, 3, 70):
+            with threads(count):
+                assert torch.equal(cpu.dequantize(weight, torch.float32), reference.dequantize(weight, torch.float32))
 
 
 def test_callers_do_not_take_each_others_tasks() -> None:
