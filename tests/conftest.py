@@ -94,17 +94,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     start_server.is_marked = item.get_closest_marker("process") is not None
 
 
+# On two busy cores tiny models and GEMMs run up to a hundred times longer with two threads, which wait for one another in
+# a loop: that takes the core from the servers of other tests, and theirs from these. Servers have threads of their own.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """torch computes with one thread in a test, whatever an engine in this process has set.
-
-    On two busy cores tiny models and GEMMs run up to a hundred times longer with two: threads wait for one another in a
-    loop, which takes the core from the servers of other tests, and theirs from these. Servers have threads of their own.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """torch computes with one thread again, whatever a test or an engine in this process has set."""
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
