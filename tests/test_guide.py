@@ -20,8 +20,10 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bench.processes import free_port
+from server.checkpoint.inspection import inspect_checkpoint
 from server.config import Config
 from server.config.flags import dotted_names, flag, parse
 from server.config.sources import load_config
@@ -205,6 +207,21 @@ def test_a_request_with_a_key_of_a_file_is_answered(server: RunningServer, tmp_p
     keys = tmp_path / "keys.txt"
     assert keys.stat().st_mode & 0o077 == 0
     assert len(configured(f"--api-keys-file {keys}").http.keys()) == 1
+
+
+@pytest.mark.rest
+def test_the_guides_snippet_stores_a_checkpoint_in_nf4(embedded_folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes))
+    for part in (tokenizer, model):
+        part.save_pretrained(tmp_path / "plain")
+    (snippet,) = blocks("python")
+    written = snippet.replace("Qwen/Qwen3-8B", str(tmp_path / "plain"))
+    written = written.replace("/models/qwen3-8b-nf4", str(tmp_path / "nf4"))
+    subprocess.run([sys.executable, "-c", written], check=True, capture_output=True)
+    assert inspect_checkpoint(tmp_path / "nf4").quantization == "nf4"
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "nf4")) == len(tokenizer)
 
 
 @pytest.mark.rest

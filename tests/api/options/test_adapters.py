@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +132,24 @@ def test_load_and_unload_while_a_stream_runs(http: httpx.Client, adapters: Path)
     assert text.startswith(alone)
     assert load(http, "again", adapters / "two").status_code == 200
     assert (answer(http, "again"), answer(http, MODEL), answer(http, FIXED)) == (alone, base, fixed)
+
+
+def test_the_guides_lines_load_and_unload(
+    http: httpx.Client, server: RunningServer, adapters: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "keys.txt").write_text("a key, which this server does not ask for")
+    for line, loaded in zip(guide_calls(), (True, False), strict=True):
+        command = line.replace("/adapters/poems", str(adapters / "two")).replace(
+            "http://127.0.0.1:8000", server.base_url
+        )
+        subprocess.run(["sh", "-ec", command], cwd=tmp_path, check=True, capture_output=True)
+        assert ("poems" in models(http)) is loaded
+
+
+def guide_calls() -> list[str]:
+    """The commands of docs/guide.md that load and unload an adapter."""
+    guide = (Path(__file__).parents[3] / "docs" / "guide.md").read_text().replace("\\\n", " ")
+    return [line for line in guide.splitlines() if line.startswith("curl") and "load_lora_adapter" in line]
 
 
 def test_load_inplace_replaces(http: httpx.Client, adapters: Path) -> None:
