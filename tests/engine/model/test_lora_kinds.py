@@ -298,3 +298,19 @@ def test_room_is_made_at_the_start(tmp_path: Path) -> None:
         extra = build_runner(tiny_model("llama"), config.model_copy(update={"lora_extra": (name,)})).adapters
         assert extra is not None
         extra.put(name, weights)
+        if name != "dora":
+            # What has room keeps it.
+            both = build_runner(tiny_model("llama"), config.model_copy(update={"lora_extra": ("dora",)})).adapters
+            assert both is not None
+            with pytest.raises(CheckpointError, match=rf"lora_extra to \[dora, {name}\]"):
+                both.put(name, weights)
+
+
+def test_trained_tokens_of_a_tied_model_need_room_in_the_output_layer_too(tmp_path: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    save_adapter(model, tmp_path / "a", 0, 0.3, r=2, target_modules=["v_proj"], trainable_token_indices=[5])
+    config = config_with(tmp_path, allow_runtime_lora=True, lora_extra=("embedding",))
+    registry = build_runner(tiny_model("llama", tie_word_embeddings=True), config).adapters
+    assert registry is not None
+    with pytest.raises(CheckpointError, match=r"set engine\.lora_extra to \[head, embedding\]"):
+        registry.put("a", read_adapter(tmp_path / "a", torch.float32))

@@ -106,8 +106,31 @@ class AdapterRegistry:
         factors = {module: change for module, change in weights.items() if isinstance(change, AdapterFactors)}
         changes = {module: change for module, change in weights.items() if isinstance(change, VocabularyChange)}
         self._table.check(name, factors)
+        self._check_room(name, factors, changes)
         self._vocabulary.check(name, changes)
         return factors, changes
+
+    def _check_room(
+        self, name: str, factors: Mapping[str, AdapterFactors], changes: Mapping[str, VocabularyChange]
+    ) -> None:
+        """Raise CheckpointError if an adapter needs room that there is not; it says all that engine.lora_extra must have."""
+        vocabulary, tables = self._vocabulary, tables_of(changes, self._names, self._vocabulary.tied)
+        room = {
+            "dora": self._table.affine,
+            "head": vocabulary.output_layer is not None,
+            "embedding": vocabulary.embedding is not None,
+        }
+        needed = {
+            "dora": any(change.is_affine for change in factors.values()),
+            "head": self._names.output_layer in tables,
+            "embedding": self._names.embedding in tables,
+        }
+        if any(needed[kind] and not has for kind, has in room.items()):
+            kinds = ", ".join(kind for kind, has in room.items() if has or needed[kind])
+            raise CheckpointError(
+                f"adapter {name!r}: DoRA, trained biases and changes of the embedding or the output layer need room that is"
+                f" made at the start: set engine.lora_extra to [{kinds}]"
+            )
 
     def _write(self, slot: int, factors: dict[str, AdapterFactors], changes: dict[str, VocabularyChange]) -> None:
         self._table.write(slot, factors)

@@ -65,7 +65,7 @@ class AdapterTable:
         return bool(self._parts)
 
     def check(self, name: str, adapter: Mapping[str, AdapterFactors]) -> None:
-        """Raise CheckpointError unless the adapter is one of this model, with room for its rank."""
+        """Raise CheckpointError unless the adapter is one of this model, of a rank that there is room for."""
         for module, factors in adapter.items():
             if module not in self._known:
                 raise CheckpointError(f"adapter {name!r}: the model has no projection {module!r}; it is another base's")
@@ -79,11 +79,6 @@ class AdapterTable:
             if factors.rank > self.rank:
                 raise CheckpointError(
                     f"adapter {name!r}: rank {factors.rank} is above engine.max_lora_rank ({self.rank})"
-                )
-            if factors.is_affine and not self.affine:
-                raise CheckpointError(
-                    f"adapter {name!r}: DoRA and trained biases need room that is made at the start: set engine.lora_extra"
-                    " to [dora]"
                 )
 
     @torch.inference_mode()

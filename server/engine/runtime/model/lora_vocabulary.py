@@ -78,7 +78,7 @@ class VocabularyTables:
 
     def __init__(self, model: PreTrainedModel, names: AdapterNames, targets: Collection[str], slots: int) -> None:
         """targets: names of the modules that get tables."""
-        self._tied = bool(model.config.get_text_config().tie_word_embeddings)
+        self.tied = bool(model.config.get_text_config().tie_word_embeddings)
         self._names = names
         self.embedding: AdaptedEmbedding | None = None
         self.output_layer: AdaptedOutputLayer | None = None
@@ -96,15 +96,11 @@ class VocabularyTables:
             model.set_submodule(names.output_layer, self.output_layer)
 
     def check(self, name: str, changes: Mapping[str, VocabularyChange]) -> None:
-        """Raise CheckpointError unless the changes are of this model, and of modules that have tables."""
+        """Raise CheckpointError unless the changes are of this model. What they change must have tables."""
         for module, change in changes.items():
             room = self.embedding if module == self._names.embedding else self.output_layer
             if module not in (self._names.embedding, self._names.output_layer) or room is None:
-                extra = "embedding" if module == self._names.embedding else "head"
-                raise CheckpointError(
-                    f"adapter {name!r}: a change of {module} needs room that is made at the start: set engine.lora_extra to"
-                    f" [{extra}]"
-                )
+                raise CheckpointError(f"adapter {name!r}: the model has no {module}; it is another base's")
             count, hidden = room.tables.shape[1:]
             for tensor in _whole(change):
                 if tuple(tensor.shape) != (count, hidden):
@@ -125,7 +121,7 @@ class VocabularyTables:
         """Put an adapter's tables into a slot that no sequence uses."""
         embedding = changes.get(self._names.embedding)
         output = changes.get(self._names.output_layer or "")
-        if output is None and self._tied and embedding is not None and embedding.rows is not None:
+        if output is None and self.tied and embedding is not None and embedding.rows is not None:
             output = VocabularyChange(rows=embedding.rows)  # PEFT ties trained tokens, too
         if self.embedding is not None:
             _fill(self.embedding, slot, embedding, self.embedding.weight)
