@@ -90,7 +90,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let start_server know whether the test bears the mark of those that start one."""
+    """Skip what needs a GPU where none is; let start_server know whether the test has the mark of those that start one."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
     start_server.is_marked = item.get_closest_marker("process") is not None
 
 

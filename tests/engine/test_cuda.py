@@ -19,10 +19,7 @@ from server.engine.runtime.preparation.assembly import build_runner
 from tests.engine.greedy_answers import LIMITS, NEAR_TIE, VOCABULARY, check_answers, random_prompts, small
 from tests.nf4_kernels.cuda.cuda_weights import HOPPER
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("blocks", [None, 32])

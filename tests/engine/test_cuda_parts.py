@@ -23,10 +23,7 @@ from server.types import GenerateRequest
 from tests.engine.factories import make_request, make_sequence, run_together, sample, tokens
 from tests.engine.greedy_answers import VOCABULARY, small
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(("heads", "dim", "block_size"), [(8, 128, 16), (3, 64, 4), (1, 256, 1)])

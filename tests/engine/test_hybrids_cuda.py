@@ -17,10 +17,7 @@ from tests.engine.models import HYBRIDS, tiny_model
 from tests.engine.test_hybrids import prompt_of
 from tests.engine.test_kinds_cuda import GPU, NEAR_TIE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 TOKENS = 24
 WIDE: dict[str, dict[str, Any]] = {

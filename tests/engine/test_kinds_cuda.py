@@ -23,10 +23,7 @@ from tests.checkpoint.multimodal import CLASSES
 from tests.engine.greedy_answers import VOCABULARY, small
 from tests.engine.models import tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
 NEAR_TIE = 0.1

@@ -84,7 +84,6 @@ def _check(reference: PreTrainedModel, prompt: list[int], outputs: list[RequestO
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_latents_on_cuda_where_no_kernel_attends_over_heads() -> None:
     model = tiny_model("youtu").cuda()
     reference = copy.deepcopy(model).cpu()

@@ -104,7 +104,6 @@ def test_many_requests_get_what_each_gets_alone(count: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("invariant", [False, True])
 def test_many_requests_get_what_each_gets_alone_on_a_gpu(invariant: bool, tmp_path: Path) -> None:
     reference, model, other = (small("qwen3-8b", tmp_path, torch.device("cuda", 0)) for _ in range(3))

@@ -23,10 +23,7 @@ from server.engine.runtime.batch import Batch, Span, Spans
 from tests.engine.attention.complex_rotary import rotated
 from tests.engine.attention.test_paged_cuda import BLOCK, CAPPED, DEVICE, PLAIN, make_batch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 SHAPES = [LayerShape(2, 128, 128, 8)] * 4
 OPTIONS = [

@@ -16,10 +16,7 @@ from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.trials import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 BLOCK = 16

@@ -117,7 +117,6 @@ def test_kernels_that_write_something_else_are_not_used() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_on_a_gpu() -> None:
     check_all("cuda")
     use_step_kernels(torch.device("cuda", 0))
@@ -125,7 +124,6 @@ def test_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("usable", [True, False])
 def test_results_of_many_steps_reach_the_host_in_order(usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_in_use._Tried, "usable", usable)

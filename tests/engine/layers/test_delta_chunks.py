@@ -109,7 +109,6 @@ def test_configurations_have_the_names_of_kernels() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize(("heads", "dtype"), [((2, 6, 128, 128), torch.bfloat16), ((2, 2, 64, 32), torch.float16)])
 @pytest.mark.parametrize("max_live_bytes", [delta_layout.MAX_LIVE_BYTES, 1])
 def test_fla_gives_the_recurrence(

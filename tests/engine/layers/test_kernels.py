@@ -9,10 +9,7 @@ import torch
 
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 DTYPES = list(ROUNDING)
 

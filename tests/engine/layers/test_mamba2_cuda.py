@@ -70,7 +70,6 @@ def test_the_largest_model_stays_below_the_bound() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("shape", [(48, 64, 128, 1), (64, 64, 128, 8), (24, 128, 256, 1)])
 @pytest.mark.parametrize("min_length", [1, 1 << 20], ids=["fla", "token by token"])
 def test_on_a_gpu(shape: tuple[int, int, int, int], min_length: int, monkeypatch: pytest.MonkeyPatch) -> None:

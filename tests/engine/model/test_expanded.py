@@ -152,7 +152,6 @@ def test_copies_that_cannot_be_used_or_do_not_fit_are_refused_by_name(monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("large", "used_from"), [(expanded.LARGE, MANY), (1, 257)])
 def test_steps_with_copies_give_what_steps_by_codes_give(
     large: int, used_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -93,7 +93,6 @@ def test_an_adapter_changes_them_as_in_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_states_on_a_gpu_beside_sequences_that_generate(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     reference, model = (small("qwen3-8b", tmp_path, device) for _ in range(2))

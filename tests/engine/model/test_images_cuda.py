@@ -21,10 +21,7 @@ from tests.checkpoint.layouts import config_of, random_model, reference_model, s
 from tests.engine.model.image_prompts import NEW_TOKENS, Picture, Prompt, given_to_transformers, outputs_of
 from tests.engine.model.test_image_prompts import pixels, text
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
 NEAR_TIE = 0.1

@@ -17,10 +17,7 @@ from server.types import GenerateRequest, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
 from tests.engine.greedy_answers import VOCABULARY, behind_best, small
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 # PEFT keeps an adapter's factors in float32, the engine in the model's bfloat16.
 NEAR_TIE = 0.1

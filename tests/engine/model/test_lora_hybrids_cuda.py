@@ -19,10 +19,7 @@ from tests.engine.test_hybrids import prompt_of
 from tests.engine.test_hybrids_cuda import oracle_of
 from tests.engine.test_kinds_cuda import GPU, NEAR_TIE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 LENGTHS = (5, 64, 300)
 TOKENS = 24
 

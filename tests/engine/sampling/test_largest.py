@@ -41,7 +41,6 @@ def test_by_torch(rows: int, vocabulary: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("rows", "vocabulary"), CASES)
 def test_by_the_kernel(rows: int, vocabulary: int, dtype: torch.dtype) -> None:

@@ -25,10 +25,7 @@ from server.types import GenerateRequest
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.greedy_answers import small
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 # So few that there is always something to propose, and much of it wrong.
 VOCABULARY = 40

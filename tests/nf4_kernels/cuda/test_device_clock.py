@@ -14,10 +14,7 @@ from nf4_kernels.cuda.device_clock import KINDS, DeviceClock
 from nf4_kernels.timing import reader_of
 from tests.nf4_kernels.cuda.cuda_weights import Random, random_weight
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 N, K = 12800, 5120
