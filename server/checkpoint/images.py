@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 IMAGE_TYPES = frozenset(
     (
         "aya_vision", "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl",
-        "lfm2_vl", "llava", "llava_next", "mistral3", "muse_glimmer", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
+        "lfm2_vl", "llava", "llava_next", "mistral3", "muse_glimmer", "muse_spark", "qwen2_5_vl", "qwen2_vl", "qwen3_5",
+        "qwen3_5_moe",
         "qwen3_vl", "qwen3_vl_moe", "smolvlm",
     )
 )  # fmt: skip

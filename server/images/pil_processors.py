@@ -74,5 +74,6 @@ def _muse(folder: Path) -> Any:
 PIL_PROCESSORS: dict[str, Callable[[Path], Any]] = {
     "gemma4_unified": _gemma4_unified,
     "muse_glimmer": _muse,
+    "muse_spark": _muse,
 }
 """What loads the image processor of a checkpoint's folder, by model type."""

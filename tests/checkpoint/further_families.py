@@ -6,6 +6,8 @@ import dataclasses
 import inspect
 from typing import Any
 
+import pytest
+import transformers
 from transformers import CONFIG_MAPPING
 
 from tests.checkpoint.families import COMMON
@@ -179,7 +181,7 @@ SERVED: dict[str, Settings] = {
     },
     "muse_glimmer": {"projector_hidden_size": 64, "out_hidden_size": 128},
     "muse_spark": {
-        "projector_hidden_size": 64, "out_hidden_size": 64, "text_config": {"moe_hidden_size": 64},
+        "projector_hidden_size": 64, "out_hidden_size": 128, "text_config": {"moe_hidden_size": 64},
         "audio_config": {"out_hidden_size": 64, "patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1],
                          "num_hidden_layers": 2},
     },
@@ -249,6 +251,12 @@ NEEDS_IMAGES: dict[str, Settings] = {
 WHOLE_TOWERS = ("kimi_k25", "qianfan_ocr", "step3p7")
 """Classes whose towers transformers cannot save in NF4, or not read again."""
 FURTHER = SERVED | WRONG_POSITIONS | NEEDS_IMAGES
+
+
+def skip_unless_known(family: str) -> None:
+    """Skip a test of a family that the installed transformers is too old for."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not have {family}")
 
 
 def settings_of(family: str) -> Settings:

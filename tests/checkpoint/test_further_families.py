@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from bitsandbytes.nn import Linear4bit
-from transformers import CONFIG_MAPPING
 
 from nf4_kernels.format import Weight
 from nf4_kernels.reference import dequantize
@@ -18,7 +16,15 @@ from server.engine.core import Engine
 from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.preparation.assembly import build_runner
-from tests.checkpoint.further_families import NEEDS_IMAGES, SERVED, WHOLE_TOWERS, WRITTEN, WRONG_POSITIONS, settings_of
+from tests.checkpoint.further_families import (
+    NEEDS_IMAGES,
+    SERVED,
+    WHOLE_TOWERS,
+    WRITTEN,
+    WRONG_POSITIONS,
+    settings_of,
+    skip_unless_known,
+)
 from tests.checkpoint.layouts import (
     CONFIG,
     CPU,
@@ -41,8 +47,7 @@ QUICK = ("glm4_moe_lite", "hunyuan_v1_moe", "kosmos-2.5", "minimax_m2", "qwen2_5
 
 
 def saved(family: str, folder: Path) -> Path:
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} does not have {family}")
+    skip_unless_known(family)
     options: dict[str, Any] = {"llm_int8_skip_modules": TOWERS} if family in WHOLE_TOWERS else {}
     return save_nf4(random_model(config_of(family, **settings_of(family))), folder, **options)
 

@@ -33,6 +33,7 @@ SIZES = [(40, 30), (28, 28), (100, 20), (15, 90), (200, 170)]
 NEED_PACKAGES = {
     "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "glm4v",
     "glm46v", "glm4v_moe", "gemma4", "internvl", "lfm2_vl", "gemma4_unified", "muse_glimmer",
+    "muse_spark",
 }  # fmt: skip
 """Those whose processor classes transformers does not load without torchvision or num2words."""
 

@@ -17,7 +17,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from tests.checkpoint.further_families import settings_of
+from tests.checkpoint.further_families import settings_of, skip_unless_known
 from tests.checkpoint.layouts import change_json, config_of, random_model, save_nf4
 
 PARTS = (
@@ -64,6 +64,15 @@ _LLAVA = {
     "patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1,
     "image_token": "<image>",
 }  # fmt: skip
+_MUSE = Kind(
+    {
+        "image_token": "<|patch|>", "image_start": "<|image_start|>", "image_end": "<|image_end|>",
+        "video_token": "<|video|>",
+    },
+    "<|patch|>",
+    {"image_processor_type": "MuseGlimmerImageProcessor", "max_image_tokens": 20},
+    {"processor_class": "MuseGlimmerProcessor"},
+)  # fmt: skip
 _QWEN = Kind(
     {
         "image_token": "<|image_pad|>",
@@ -158,14 +167,9 @@ KINDS: dict[str, Kind] = {
         processor={**_GEMMA_4.processor, "image_processor_type": "Gemma4UnifiedImageProcessor"},
         settings={"processor_class": "Gemma4UnifiedProcessor"},
     ),
-    "muse_glimmer": Kind(
-        {
-            "image_token": "<|patch|>", "image_start": "<|image_start|>", "image_end": "<|image_end|>",
-            "video_token": "<|video|>",
-        },
-        "<|patch|>",
-        {"image_processor_type": "MuseGlimmerImageProcessor", "max_image_tokens": 20},
-        {"processor_class": "MuseGlimmerProcessor"},
+    "muse_glimmer": _MUSE,
+    "muse_spark": replace(
+        _MUSE, tokens={**_MUSE.tokens, "audio_token": "<|audio|>"}, settings={"processor_class": "MuseSparkProcessor"}
     ),
     "idefics3": replace(_IDEFICS, settings={"processor_class": "Idefics3Processor", "image_seq_len": 1}),
     "smolvlm": replace(
@@ -221,14 +225,13 @@ KINDS: dict[str, Kind] = {
 
 def write_image_model(folder: Path, name: str = "llava", template: str = PARTS) -> Path:
     """Write a random checkpoint of a model type in NF4 into a folder."""
+    skip_unless_known(name)
     kind = KINDS[name]
     tokenizer = _tokenizer(list(kind.tokens.values()))
     tokenizer.chat_template = template.replace("IMAGE", kind.shown.replace("\n", "\\n"))
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in kind.tokens.items()}
     settings = json.loads(json.dumps(settings_of(name))) | kind.config
     settings["text_config"] |= {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, "eos_token_id": 2}
-    if name == "gemma4_unified":
-        settings["text_config"]["sliding_window"] = 96  # more than an image's tokens, as in its checkpoints
     if "vocab_size_per_layer_input" in settings["text_config"]:
         settings["text_config"]["vocab_size_per_layer_input"] = len(tokenizer)
     if name.startswith(("qwen", "glm", "muse")):

@@ -105,7 +105,7 @@ class Served:
         if self.name == "internvl":
             return {"pixel_values": tensors["pixel_values"]}, f"<img>{token * int(tensors['num_patches'][0])}</img>"
         shown = token * (int(tensors["image_grid_thw"].prod()) // 4)
-        return dict(tensors), f"<|image_start|>{shown}<|image_end|>" if self.name == "muse_glimmer" else shown
+        return dict(tensors), f"<|image_start|>{shown}<|image_end|>" if self.name.startswith("muse_") else shown
 
 
 @pytest.fixture(scope="module", params=OTHERS)

@@ -16,7 +16,7 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
-from tests.checkpoint.further_families import settings_of
+from tests.checkpoint.further_families import settings_of, skip_unless_known
 from tests.checkpoint.layouts import CPU, config_of, random_model, reference_model, save_nf4, silent
 from tests.engine.model.image_prompts import TOLERANCE, Picture, Prompt, answers, expected
 from tests.marks import with_rest
@@ -114,6 +114,7 @@ PICTURES: dict[str, Callable[[int], Picture]] = {
     "gemma4, whole": gemma4,
     "gemma4_unified": gemma4_unified,
     "muse_glimmer": qwen,
+    "muse_spark": qwen,
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "qwen2_vl": qwen,
@@ -174,6 +175,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "video_token_id": 125,
         "text_config": {**settings_of("muse_glimmer")["text_config"], "intermediate_size": 128},
     },
+    "muse_spark": {"image_token_id": TOKEN, "video_token_id": 125, "audio_token_id": 126},
     # With all experts of four, or rounding would choose others.
     "qwen3_vl_moe": {"text_config": {**settings_of("qwen3_vl_moe")["text_config"], "num_experts_per_tok": 4}},
     "qwen3_5_moe": {"text_config": {**settings_of("qwen3_5_moe")["text_config"], "num_experts_per_tok": 8}},
@@ -210,6 +212,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     name = request.param
     folder = tmp_path_factory.mktemp(name)
     model_type = name.partition(",")[0]
+    skip_unless_known(model_type)
     config = config_of(model_type, **{**settings_of(model_type), **SETTINGS.get(name, {})})
     save_nf4(random_model(config), folder / "model")
     model = load_model(folder / "model", CPU, torch.float32, silent, towers=True)

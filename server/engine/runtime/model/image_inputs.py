@@ -14,8 +14,8 @@ from server.engine.runtime.batch import Batch, to_device
 from server.engine.runtime.exchange import broadcast
 from server.engine.runtime.image_rows import ImageRows
 
-_PLACEHOLDERS_AS_OTHERS = ("gemma4", "gemma4_unified", "muse_glimmer")
-"""Model types whose classes embed placeholders as padding, or as token 0 (Muse-Glimmer)."""
+_PLACEHOLDERS_AS_OTHERS = ("gemma4", "gemma4_unified", "muse_glimmer", "muse_spark")
+"""Model types whose classes embed placeholders as padding, or as token 0 (Muse)."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def image_inputs(model: PreTrainedModel, ids: torch.Tensor, images: ImageRows) -
 def _embedded(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Token ids with those that the model's class embeds as another's: of images, videos and sounds, answered or sent."""
     config: Any = model.config
-    row = 0 if config.model_type == "muse_glimmer" else config.get_text_config().pad_token_id
+    row = 0 if config.model_type.startswith("muse_") else config.get_text_config().pad_token_id
     if config.model_type in _PLACEHOLDERS_AS_OTHERS:
         for name in ("image_token_id", "video_token_id", "audio_token_id"):
             token = getattr(config, name, None)
