@@ -1,4 +1,4 @@
-"""What the sections of the configuration share."""
+"""Base of the sections of the configuration."""
 
 from __future__ import annotations
 

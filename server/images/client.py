@@ -56,7 +56,7 @@ class ImageProcess:
         self._turn = asyncio.Lock()
         self._decoder = msgspec.msgpack.Decoder(FromImages)
         self.starts = 0
-        """How often it was started."""
+        """Number of starts."""
 
     async def start(self) -> ProcessorReady:
         """Start the process unless it runs, and give what it says about the checkpoint. Raises ImagesUnavailableError."""

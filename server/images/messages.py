@@ -1,4 +1,4 @@
-"""What the API process and the image process tell each other: msgspec structs, each behind its length on a pipe."""
+"""Messages between the API process and the image process: msgspec structs, each behind its length on a pipe."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class ProcessorReady(msgspec.Struct, tag="ready", frozen=True):
     """Image process to API, once: it takes images."""
 
     placeholder: str
-    """What the chat template writes in the place of an image."""
+    """Text that the chat template writes for an image."""
 
 
 class PreparedImage(msgspec.Struct, tag="prepared", frozen=True):
     """Image process to API: the image's tensors are in the file."""
 
     text: str
-    """What stands in the prompt in the place of the template's placeholder."""
+    """Text of the prompt for the template's image token."""
     placeholders: int
-    """How many tokens of that text the image's features stand in for."""
+    """Tokens of that text that the image's features replace."""
     num_bytes: int
     """Size of the file."""
 

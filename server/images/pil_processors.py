@@ -76,4 +76,4 @@ PIL_PROCESSORS: dict[str, Callable[[Path], Any]] = {
     "muse_glimmer": _muse,
     "muse_spark": _muse,
 }
-"""What loads the image processor of a checkpoint's folder, by model type."""
+"""Loaders of the image processor of a checkpoint's folder, by model type."""

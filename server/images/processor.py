@@ -21,13 +21,13 @@ from server.images.pil_processors import PIL_PROCESSORS
 TENSORS = (
     "pixel_values", "pixel_attention_mask", "spatial_shapes", "image_sizes", "image_grid_thw", "image_position_ids",
 )  # fmt: skip
-"""What image towers take, of all that image processors give."""
+"""Tensors of image processors that image towers take."""
 
 Tensors = dict[str, npt.NDArray[Any]]
 
 
 class ImageProcessor:
-    """What a checkpoint's files say of how images are prepared."""
+    """Preparation of images as a checkpoint's files have it."""
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError."""
@@ -41,7 +41,7 @@ class ImageProcessor:
 
     @property
     def placeholder(self) -> str:
-        """What the chat template writes in the place of an image."""
+        """Text that the chat template writes for an image."""
         return str(self._processor.image_token)
 
     def prepare(self, image: Image.Image) -> tuple[Tensors, str, int]:

@@ -15,7 +15,7 @@ from server.images.store import ImageStore, StoredImage, TakenListener, ignore
 
 
 class Images:
-    """What one server needs for images. Use from one event loop only."""
+    """All that one server needs for images. Use from one event loop only."""
 
     def __init__(self, folder: Path, config: HttpConfig, taken: TakenListener = ignore) -> None:
         """taken: see ImageStore. Raises CheckpointError for a checkpoint that does not say which token an image's are."""
@@ -29,7 +29,7 @@ class Images:
         self._store = ImageStore(self._process, config.max_image_pixels, taken=taken)
 
     async def placeholder(self) -> str:
-        """What the chat template writes in the place of an image. Raises ImagesUnavailableError."""
+        """Give the text that the chat template writes for an image. Raises ImagesUnavailableError."""
         return (await self._process.start()).placeholder
 
     async def take(self, url: str, *, low_detail: bool) -> StoredImage:

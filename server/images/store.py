@@ -38,9 +38,9 @@ class StoredImage:
     file: Path
     """Its tensors (safetensors)."""
     text: str
-    """What stands for it in the prompt."""
+    """Its text in the prompt."""
     placeholders: int
-    """How many of the text's tokens its features stand in for."""
+    """Tokens of the text that its features replace."""
     num_bytes: int
     users: int = 0
     """Requests that use it."""

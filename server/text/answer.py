@@ -13,7 +13,7 @@ from server.text.reasoning import ReasoningSplitter
 
 @dataclass
 class Part:
-    """What some text added to an answer."""
+    """Additions to an answer by some text."""
 
     reasoning: str = ""
     content: str = ""
@@ -113,14 +113,14 @@ class AnswerParser:
         return self._reasoning is not None and self._reasoning.thinking
 
     def push(self, text: str) -> Part:
-        """What this text adds."""
+        """Give the additions of this text."""
         reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.push(text)
         return self._part(reasoning, *(self._tools.push(text) if self._tools is not None else (text, [])))
 
     def finish(self) -> Part:
-        """What was held back, when the text ends."""
+        """Give what was held back, at the end of the text."""
         reasoning, text = self._reasoning.finish() if self._reasoning is not None else ("", "")
         content, calls = self._tools.push(text) if self._tools is not None else (text, [])
         if self._tools is not None:

@@ -1,4 +1,4 @@
-"""How one model writes tool calls and thoughts; its chat template and vocabulary tell."""
+"""Forms in which one model writes tool calls and thoughts, found in its chat template and vocabulary."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class SpecialTextGuard:
 
     @staticmethod
     def places(text: str, token: str) -> int:
-        """How often a token stands in a marked text that no client has written."""
+        """Count a token in a marked text that no client has written."""
         return len(_own(token).findall(text))
 
     @staticmethod

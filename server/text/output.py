@@ -41,7 +41,7 @@ class OutputText:
         return self._stops.matched or self._special_stops.matched
 
     def push(self, token_ids: Sequence[int]) -> Part:
-        """What may be sent after these tokens; tokens after a completed stop string are not taken."""
+        """Give the text that may be sent after these tokens; tokens after a completed stop string are not taken."""
         if not self._stops.active:
             self.consumed += len(token_ids)
             return self._split(self._detokenizer.push(token_ids))
@@ -58,7 +58,7 @@ class OutputText:
         return part
 
     def finish(self) -> Part:
-        """What was held back, when generation has ended or a stop string has."""
+        """Give what was held back, when generation has ended or a stop string has."""
         if self._stops.matched is not None:
             return Part()
         text = ""

@@ -9,7 +9,7 @@ from server.text.holdback import overlap, split_at
 
 @dataclass(frozen=True)
 class ReasoningMarks:
-    """What a model writes around its thoughts."""
+    """Marks that a model writes around its thoughts."""
 
     start: str
     end: str
@@ -56,7 +56,7 @@ class ReasoningSplitter:
         return "", self._answer(text)
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, when the text ends."""
+        """Give what was held back, at the end of the text."""
         held, self._held = self._held, ""
         return (held, "") if self.thinking else ("", held)
 

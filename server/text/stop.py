@@ -41,7 +41,7 @@ class StopStrings:
         return buffer[:keep]
 
     def release(self) -> str:
-        """What was held back, when the text ends without a match."""
+        """Give what was held back, if the text ends without a match."""
         held, self._held = self._held, ""
         return held
 
@@ -75,7 +75,7 @@ class SpecialStops:
         return self._stops.push(text + mark).translate(self._unmarked)
 
     def release(self) -> str:
-        """What was held back, when the text ends without a match."""
+        """Give what was held back, if the text ends without a match."""
         return self._stops.release().translate(self._unmarked)
 
 

@@ -1,4 +1,4 @@
-"""What each token id stands for in bytes, read from the tokenizer's own decoder.
+"""Bytes of each token id, read from the tokenizer's own decoder.
 
 Byte-level tokenizers (GPT-2, Llama 3, Qwen, SmolLM ...) and SentencePiece-style ones with byte fallback (Llama 2,
 Mistral, Gemma, Phi 3 ...) decode token by token into bytes, so text can be streamed by feeding those bytes to a UTF-8
@@ -68,7 +68,7 @@ class Vocabulary:
 
 
 def _decoder_kind(tokenizer: Any) -> tuple[Kind, bool]:
-    """How the decoder works, and whether it drops one space at the very start of a text."""
+    """Kind of the decoder, and whether it drops one space at the very start of a text."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if decoder is None:
         return "other", False

@@ -14,7 +14,7 @@ class AdapterError(Exception):
 
 
 class AdapterList:
-    """Which adapters requests may name, and those that are being loaded. Use from one event loop only."""
+    """Adapters that requests may name, and those that are being loaded. Use from one event loop only."""
 
     def __init__(self, configured: Iterable[LoraModule]) -> None:
         self._configured = [LoadAdapter(module.name, str(module.path)) for module in configured]
@@ -28,7 +28,7 @@ class AdapterList:
 
     @property
     def changed(self) -> list[LoadAdapter]:
-        """What an engine has to load beside the configured ones to have all of them."""
+        """Adapters that an engine has to load, besides the configured ones, to have all of them."""
         return [adapter for adapter in self._loaded.values() if adapter not in self._configured]
 
     async def load(self, request: LoadAdapter, send: Callable[[LoadAdapter], None]) -> None:

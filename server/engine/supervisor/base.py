@@ -25,7 +25,7 @@ class EngineUnavailableError(Exception):
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """What the engine is doing. stage and fraction are set while loading or restarting, ready once it is ready."""
+    """State of the engine. stage and fraction are set while loading or restarting, ready once it is ready."""
 
     state: State
     stage: str = ""
@@ -48,7 +48,7 @@ class EngineBase(abc.ABC):
         self._requests: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._status_listeners: list[Callable[[EngineStatus], None]] = []
         self.restarts = 0
-        """How often the engine was started again."""
+        """Number of restarts of the engine."""
 
     @abc.abstractmethod
     def _send(self, message: GenerateRequest | AbortRequest) -> None:
@@ -65,7 +65,7 @@ class EngineBase(abc.ABC):
 
     @property
     def status(self) -> EngineStatus:
-        """What the engine is doing now."""
+        """State of the engine now."""
         return self._status
 
     @property

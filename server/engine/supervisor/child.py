@@ -22,7 +22,7 @@ ENVIRONMENT = {
     # beside Qwen3-8B's tensors falls from 0.55 to 0.12 GiB, and nothing becomes slower.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
-"""What an engine's process has in its environment, unless the user's says otherwise."""
+"""Environment of an engine's process, unless the user's says otherwise."""
 
 
 class Child:

@@ -39,7 +39,7 @@ class StartSteps:
         self.number = 1
         """Of the step, from 1 to STEPS."""
         self.stage = ""
-        """What is being done."""
+        """Name of the step that runs."""
 
     def note(self, status: EngineStatus) -> None:
         """Take a change of the server's status."""
@@ -52,7 +52,7 @@ class StartSteps:
 
     @property
     def seconds(self) -> float:
-        """How long the stage has taken so far."""
+        """Seconds that the stage has taken so far."""
         return self._now() - self._began
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What every parser of tool calls shares: its interface, what it reports, ids of calls."""
+"""Common parts of parsers of tool calls: their interface, what they report, ids of calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class CallDelta:
-    """What was added to the index-th call of an answer; id and name come with its first delta, and only then."""
+    """Additions to the index-th call of an answer; id and name come with its first delta, and only then."""
 
     index: int
     id: str | None

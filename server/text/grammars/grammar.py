@@ -17,7 +17,7 @@ from server.text.grammars.schemas import mend_schema
 _JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 
 _BASE = "https://parameters.invalid/"
-"""What references in parameters are relative to, where these do not say."""
+"""Base of references in parameters, if these do not say one."""
 
 _COMMA = '","'
 
