@@ -92,7 +92,7 @@ def create_app(config: Config, on_status: StatusListener | None = None, part: Al
 def _lifespan(
     service: Service, part: Alone, tracing: Tracing | None, on_status: StatusListener
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
-    """What starts the model in the background, and at the end stops everything that has been started."""
+    """Start the model in the background; at the end stop everything that has been started."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -90,7 +90,7 @@ def serve(config: Config, child: Child | None = None, place: Place | None = None
 
 
 def uvicorn_config(http: HttpConfig, app: FastAPI) -> uvicorn.Config:
-    """What uvicorn is told, in every API process."""
+    """uvicorn's configuration, in every API process."""
     service = app.state.service
     return uvicorn.Config(
         app,

@@ -25,7 +25,7 @@ def version_of(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """What git prints, or nothing if it fails or is not there."""
+    """Output of git, or nothing if it fails or is not there."""
     try:
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
     except OSError:

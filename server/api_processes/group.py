@@ -37,7 +37,7 @@ MAX_BACKOFF_S = 30.0
 HEALTHY_S = 30.0
 """A process that has run for this long did not fail to start."""
 APPLIED_S = 5.0
-"""How long to wait for processes to apply a new state; one that hangs must not hold up the others."""
+"""Time for processes to apply a new state; one that hangs must not hold up the others."""
 END_GRACE_S = 5.0
 
 

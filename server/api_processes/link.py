@@ -1,4 +1,4 @@
-"""What the first API process and another tell each other: msgpack over a pair of sockets, each message after its length."""
+"""Messages between the first API process and another: msgpack over a pair of sockets, each message after its length."""
 
 from __future__ import annotations
 

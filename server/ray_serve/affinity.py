@@ -1,4 +1,4 @@
-"""Which replica has a prompt's beginning in its KV cache, as far as one router has sent it there."""
+"""Replicas that have a prompt's beginning in their KV cache, as far as one router has sent it there."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Beginnings:
             self._counts[forgotten] -= 1
 
     def count(self, replica: str) -> int:
-        """How many of the blocks that are remembered were sent to replica last."""
+        """Number of remembered blocks that were sent to replica last."""
         return self._counts[replica]
 
     def find(self, blocks: Sequence[bytes], replicas: Collection[str]) -> tuple[str | None, int]:

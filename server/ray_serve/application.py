@@ -45,7 +45,7 @@ class Options(BaseModel):
     cpus: float = Field(default=1, gt=0)
     """Cores of a replica; on CPU also its threads, unless engine.threads says otherwise."""
     replicas: int = Field(default=1, ge=1)
-    """How many replicas there are; with max_replicas, how many there are at least."""
+    """Number of replicas; with max_replicas, the least number."""
     max_replicas: int | None = Field(default=None, ge=1)
     target_ongoing_requests: float = Field(default=24, gt=0)
     """Requests under way in each replica that autoscaling aims at."""
@@ -84,7 +84,7 @@ def _validated(model: type[Model], data: dict[str, Any], name: str) -> Model:
 
 
 def _environment(config: Config) -> dict[str, Any]:
-    """What our processes have in their environment, unless that of the process that builds the application has it."""
+    """Environment of our processes, unless that of the process that builds the application has it."""
     variables = FEWER_THREADS | {
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(config.http.body_bytes_with_images + BESIDES_BYTES)
     }

@@ -1,4 +1,4 @@
-"""What Ray's HTTP proxies hand requests to: it reads the body, chooses a replica by it, and passes the answer on."""
+"""Target of Ray's HTTP proxies: it reads the body, chooses a replica by it, and passes the answer on."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def _watch(call: DeploymentResponseGenerator[None], items: asyncio.Queue[I
 
 
 class Answer:
-    """What has been sent to the client, and how to end it with an error wherever it is."""
+    """State of an answer to the client, which can end with an error wherever it is."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -207,7 +207,7 @@ def _without_prefix(scope: Scope) -> Scope:
 
 
 def _portable(scope: Scope) -> dict[str, Any]:
-    """What a request's scope says that means something in another process."""
+    """Part of a request's scope that means something in another process."""
     names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
     return {name: scope[name] for name in names if name in scope} | {
         "headers": [(bytes(name), bytes(value)) for name, value in scope["headers"]],

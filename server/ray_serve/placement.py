@@ -1,4 +1,4 @@
-"""How many requests each replica has of one router, counted from the moment that a replica is chosen."""
+"""Requests of one router at each replica, counted from the moment that a replica is chosen."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class TakenImages:
     """The prepared images of one request, which hold their files until they are given back."""
 
     placeholder: str = ""
-    """What the chat template writes in the place of an image."""
+    """Text that the chat template writes for an image."""
     token_id: int = -1
     """The token that stands for a row of an image's features."""
     images: list[StoredImage] = field(default_factory=list)

@@ -23,7 +23,7 @@ from server.types import GenerateRequest, ImageInput, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationPlan:
-    """What one HTTP request generates: n sequences for each prompt, numbered prompt by prompt."""
+    """Generation of one HTTP request: n sequences for each prompt, numbered prompt by prompt."""
 
     options: GenerationOptions
     prompts: Sequence[list[int]]
@@ -34,7 +34,7 @@ class GenerationPlan:
     arrival: float
     """When the request came, in seconds of time.monotonic()."""
     prompt_param: str
-    """What errors call the prompt."""
+    """Name of the prompt in errors."""
     requested_tokens: int | None
     """The limit of an answer's length that the client asks for."""
     cut_to_fit: bool = False
@@ -42,7 +42,7 @@ class GenerationPlan:
     default_tokens: int | None = None
     """The limit where the client asks for none; None: all that fits into the context."""
     logprobs: int | None = None
-    """How many alternatives each generated token is returned with; None: no log-probabilities."""
+    """Alternatives that each generated token is returned with; None: no log-probabilities."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
     at_start: bool = False

@@ -23,7 +23,7 @@ PROMPT_SCHEMA = {
 
 
 def prompt_count(prompt: Any) -> int:
-    """How many prompts the field holds; they are checked one by one later."""
+    """Number of prompts that the field holds; they are checked one by one later."""
     return len(prompt) if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else 1
 
 

@@ -24,7 +24,7 @@ Ending = Literal["stop", "length"]
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to one sequence. finish_reason is set on the sequence's last delta."""
+    """Additions of one step to one sequence. finish_reason is set on the sequence's last delta."""
 
     index: int
     part: Part

@@ -1,4 +1,4 @@
-"""What all routes share: the model's name, its tokenizer and engine, and whether the server can generate."""
+"""State that all routes share: the model's name, its tokenizer and engine, and whether the server can generate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from server.text.tokenizer import Tokenizer
 from server.types import EngineReady
 
 PLACEHOLDER = "dummy"
-"""What huggingface_hub's InferenceClient asks for where it was given a URL and no model."""
+"""Model that huggingface_hub's InferenceClient asks for if it was given a URL and no model."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Service:
         self.engine: EngineBase | None = None
         self.sampling_defaults = SamplingDefaults()
         self.embedding: EmbeddingModel | str = "the model is loading"
-        """How embeddings are made, or why there are none."""
+        """Maker of embeddings, or the reason that there are none."""
         self.images: Images | str = "the model is loading"
-        """What prepares images, or why prompts may have none."""
+        """Preparation of images, or the reason that prompts may have none."""
         self.responses = ResponseStore(config.http.response_store) if config.http.response_store else None
         self.draining = False
         self.preparation = EngineStatus("loading", stage="starting")
-        """What is being done before there is an engine."""
+        """Step of the start before there is an engine."""
         self.steps = StartSteps()
         """Where the start is."""
         self.settled = True
@@ -87,7 +87,7 @@ class Service:
 
     @property
     def health(self) -> EngineStatus:
-        """What /health reports: the status, which stays "loading" until all API processes listen."""
+        """Status that /health reports, which stays "loading" until all API processes listen."""
         status = self.status
         if status.state == "ready" and not self.settled:
             return EngineStatus("loading", stage="starting the other API processes")

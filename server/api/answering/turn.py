@@ -30,7 +30,7 @@ from server.types import ImageInput, TokenLogprob
 
 @dataclass(slots=True)
 class TurnDelta:
-    """What one step added to one answer; finish_reason is set on the answer's last delta."""
+    """Additions of one step to one answer; finish_reason is set on the answer's last delta."""
 
     index: int
     part: Part

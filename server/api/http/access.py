@@ -18,7 +18,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/docs"
 # What the pages are made of; its route answers a list of files and nothing else.
 OPEN_FOLDER = "/static/"
 MAX_KEYS = 8
-"""How many keys of a request are looked at."""
+"""Keys of a request that are looked at, at most."""
 
 
 class AccessLayer:

@@ -1,4 +1,4 @@
-"""How many sequences, and how long prompts, may be under way at once, and when to come back if there are too many."""
+"""Limits of sequences and of prompts' tokens under way at once, and when to come back if there are too many."""
 
 from __future__ import annotations
 

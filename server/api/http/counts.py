@@ -1,4 +1,4 @@
-"""What is under way, counted by all API processes together: sequences, prompts' tokens, connections, requests of each key.
+"""Counts of what is under way, of all API processes together: sequences, prompts' tokens, connections, requests of each key.
 
 One process counts in its own memory, several in a file that they map: a row for each. A row is written by its process only,
 and is cleared when that process has died, so that nothing stays counted for ever.

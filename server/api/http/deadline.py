@@ -1,4 +1,4 @@
-"""How long a request may take: what the server allows, or less where the client says so."""
+"""Time that a request may take: what the server allows, or less if the client says so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def note_timeout(scope: Scope) -> None:
 
 
 def allowed_seconds(limit: float | None) -> float | None:
-    """How many seconds this request may take: the server's limit, or less where the client asks. Raises ApiError."""
+    """Seconds that this request may take: the server's limit, or less if the client asks. Raises ApiError."""
     asked = _asked.get()
     if asked is None:
         return limit

@@ -142,7 +142,7 @@ async def answer_api_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """What may be asked of the request's path by any of the routes."""
+    """Methods that any of the routes takes on the request's path."""
     routes: list[BaseRoute] = request.app.routes
 
     def is_allowed(method: str) -> bool:

@@ -29,7 +29,7 @@ class Hint:
     neutral: tuple[Any, ...] = ()
     """Values that ask for nothing; they are not named. null is always one."""
     takes: Callable[[Any], bool] | None = None
-    """Which values are hints; others change the answer and are refused by name. None: all are."""
+    """Values that are hints; others change the answer and are refused by name. None: all are."""
     checked: bool = False
     """Whether the endpoint's schema has the field, too: its type is checked, then it has no effect."""
     unless_thinking: bool = False

@@ -30,7 +30,7 @@ class IgnoredOptions:
     """The ignored options of one request."""
 
     unknown_options: UnknownOptions = "refuse"
-    """What happens to fields that nobody knows."""
+    """Treatment of fields that nobody knows."""
     names: set[str] = field(default_factory=set)
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Names of the chat that a request is translated into, each with the request's own name."""

@@ -77,7 +77,7 @@ def _text_field(message: dict[str, Any], key: str, value: Any, param: str) -> No
 
 
 def _check_fields(message: dict[str, Any], where: str) -> None:
-    """What each role must and may have."""
+    """Fields that each role must and may have."""
     role = message["role"]
     only = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
     for key, owner in only.items():

@@ -21,7 +21,7 @@ class ImageSource:
     low_detail: bool
     """Whether a smaller image will do (OpenAI's detail "low")."""
     param: str
-    """What errors call it."""
+    """Its name in errors."""
 
 
 class TranslatedImage(dict[str, Any]):

@@ -43,7 +43,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """How likely one token was at one place of the prompt, as vLLM says it."""
+    """Log-probability of one token at one place of the prompt, in vLLM's form."""
 
     logprob: float
     rank: int

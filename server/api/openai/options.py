@@ -77,7 +77,7 @@ class SamplingDefaults:
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries beside the text."""
+    """Contents of a stream besides the text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -43,7 +43,7 @@ class Usage(msgspec.Struct):
 
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):
-    """What a call says; in a chunk, what it adds. arguments is JSON as the model wrote it."""
+    """Content of a call, or in a chunk its additions. arguments is JSON as the model wrote it."""
 
     arguments: str
     name: str | None = None
@@ -58,7 +58,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """What a chunk adds to a call; id, type and name come with its first chunk."""
+    """Additions of a chunk to a call; id, type and name come with its first chunk."""
 
     index: int
     function: FunctionCall
@@ -118,7 +118,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """What a chunk adds."""
+    """Additions of a chunk."""
 
     role: str | None = None
     content: str | None = None
@@ -128,7 +128,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """What a chunk adds to one answer."""
+    """Additions of a chunk to one answer."""
 
     index: int
     delta: ChatDelta

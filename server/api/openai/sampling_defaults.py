@@ -1,4 +1,4 @@
-"""What a request gets for the sampling parameters that it leaves out: those that the model's makers recommend."""
+"""Values of sampling parameters that a request leaves out: those that the model's makers recommend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer has to look like: response_format, structured_outputs and vLLM's older guided_ options."""
+"""Forms of answers: response_format, structured_outputs and vLLM's older guided_ options."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ _Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class LoadAdapterRequest(BaseModel):
-    """Which adapter to load, under which name."""
+    """Adapter to load, and its name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     lora_name: _Name
-    """What requests ask for as their model."""
+    """Name that requests give as their model."""
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     """A folder of the server's machine with adapter_config.json and adapter_model.safetensors."""
     load_inplace: bool | None = None
@@ -39,7 +39,7 @@ class LoadAdapterRequest(BaseModel):
 
 
 class UnloadAdapterRequest(BaseModel):
-    """Which adapter to forget."""
+    """Adapter to forget."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

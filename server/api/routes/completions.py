@@ -60,7 +60,7 @@ class CompletionRequest(GenerationOptions):
 
     @property
     def scored_alternatives(self) -> int | None:
-        """How many alternatives to the prompt's tokens are wanted; None: the prompt is not scored."""
+        """Alternatives to the prompt's tokens that are wanted; None: the prompt is not scored."""
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in wanted if count is not None), default=None)
 

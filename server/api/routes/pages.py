@@ -67,7 +67,7 @@ ASSETS = (
     "vendor/temml.min.js",
     "view.js",
 )
-"""What is served under /static, and nothing else."""
+"""Names that are served under /static, and no others."""
 
 # How the pages name the assets, wherever a proxy has put the server; the "-" becomes their digest. Modules import each other
 # by relative addresses, too, so that one page never gets files of two versions.

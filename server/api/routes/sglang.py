@@ -1,4 +1,4 @@
-"""What SGLang's router asks its workers beside /health: which model they serve, and how busy they are."""
+"""Endpoints that SGLang's router asks besides /health: the model that is served, and the load."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _image(block: dict[str, Any], where: str) -> TranslatedImage:
 
 
 def _result(value: Any, where: str, is_error: bool) -> str | list[dict[str, Any]]:
-    """What a tool has given: a text, or a chat's parts where there are images among it."""
+    """Result of a tool: a text, or a chat's parts if there are images among it."""
     start = "Error: " if is_error else ""
     if not isinstance(value, list) or not any(isinstance(b, dict) and b.get("type") == "image" for b in value):
         return start + _texts(value, where)
