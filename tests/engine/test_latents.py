@@ -13,9 +13,7 @@ from transformers import PreTrainedModel
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.attention.latent import LatentHeads
-from server.engine.runtime.model.latents import keep_latents
 from server.engine.runtime.preparation.assembly import build_runner
-from server.engine.runtime.preparation.cache import CacheSpec
 from server.types import RequestOutput
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import VOCABULARY, tiny_model
@@ -116,17 +114,3 @@ def test_room_for_adapters_keeps_heads(caplog: pytest.LogCaptureFixture) -> None
     config = CONFIG.model_copy(update={"allow_runtime_lora": True, "kv_cache_bytes": 100 * 3 * 4 * (16 + 8 + 20) * 4})
     assert build_runner(tiny_model("youtu"), config).limits.max_model_len == 100
     assert "176 numbers for a token and layer rather than 48: kv_b_proj is a AdaptedLinear" in caplog.text
-
-
-def test_classes_that_expand_latents_within_their_forward_keep_heads(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model("youtu")
-    kind = type(model.model.layers[0].self_attn)
-    own = kind.expand_kv
-    monkeypatch.delattr(kind, "expand_kv")
-    keep_latents(model)
-    assert "has no expand_kv" in caplog.text
-    kind.expand_kv = own
-    spec = CacheSpec.of(model, CONFIG)
-    assert [(shape.kv_heads, shape.is_latent) for shape in spec.shapes] == [(4, False)] * 3

@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 import torch
-import transformers
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,12 +49,10 @@ def keep_latents(model: PreTrainedModel) -> None:
 
 
 def _is_latent(module: Any) -> bool:
-    return all(isinstance(getattr(module, name, None), int) for name in _SIZES) and hasattr(module, "kv_b_proj")
+    return all(isinstance(getattr(module, name, None), int) for name in _SIZES) and hasattr(module, "expand_kv")
 
 
 def _unsuitable(module: Any) -> str | None:
-    if not hasattr(module, "expand_kv"):
-        return f"{type(module).__name__} of transformers {transformers.__version__} has no expand_kv"
     linear: nn.Module = module.kv_b_proj
     key_dim = module.qk_nope_head_dim + module.qk_rope_head_dim
     if module.kv_a_layernorm.weight.device.type == "cuda" and has_kernels(key_dim, module.v_head_dim):
