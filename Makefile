@@ -86,7 +86,7 @@ TEST_WORKERS := $(if $(GPU),0,2)
 
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-test-fast: $(VENV)/.dev kernels ## the tests without a server, a model or a compiler, in a minute and a half (PYTEST_ARGS=)
+test-fast: $(VENV)/.dev kernels ## the tests without a server, a model or a compiler, in about a minute (PYTEST_ARGS=)
 	$(PYTEST) -m 'not process and not rest and not slow and not gpu' $(PYTEST_ARGS)
 
 test: $(VENV)/.dev kernels model ## run the tests, with all the set-up they need (PYTEST_ARGS=)

@@ -198,7 +198,7 @@ def check_experts(weight: Weight) -> tuple[int, int, int]:
 
 
 def nested_groups(weight: Weight, blocks: int) -> int:
-    """How many groups a nested weight's blocks reach into. ValueError for a shard's geometry that cannot be."""
+    """Number of groups that a nested weight's blocks reach into. ValueError for a shard's geometry that cannot be."""
     offset, skip, last = weight.group_offset, weight.group_skip, blocks - 1
     if offset < 0 or skip < 0:
         raise ValueError(f"group_offset and group_skip must be at least 0, got {offset} and {skip}")

@@ -1,4 +1,4 @@
-"""What both compiled libraries are told in the same way: csrc/params.h's dtypes, activations and structs."""
+"""Parameters that both compiled libraries take: csrc/params.h's dtypes, activations and structs."""
 
 from __future__ import annotations
 

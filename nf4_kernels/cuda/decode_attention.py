@@ -72,7 +72,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which keys each thread block takes, on the device."""
+    """Keys of each thread block, on the device."""
 
     numbers: Tensor
     """int32; how many items there are is at `counted`, and the items, ITEM_FIELDS numbers each, begin at `first`, a multiple
@@ -87,7 +87,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Workspace:
-    """What parts of sequences' keys leave for the thread block that reduces them; launches in turn may share it."""
+    """Partial results of sequences' keys for the thread block that reduces them; launches in turn may share it."""
 
     sums: Tensor
     """float32 [items * heads * DIM]."""

@@ -88,7 +88,7 @@ class DeviceClock:
         self._known = [[0] * TOTALS for _ in KINDS]
         self._noted: Tensor | None = None
         self.notes = 0
-        """How often totals have been noted."""
+        """Number of totals noted."""
         self._decoding = {kind: DecodingShare() for kind in FUSED}
         self._fused = 0
         self.completion = self._measure_completion(device)

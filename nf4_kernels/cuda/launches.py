@@ -41,7 +41,7 @@ class Gate:
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """What a GEMM's own launches do as its prologue (the norm of x) and its epilogue (all else); None leaves it out."""
+    """Operations in a GEMM's own launches: its prologue (the norm of x) and its epilogue (all else); None leaves it out."""
 
     bias: Tensor | None
     residual: Tensor | None

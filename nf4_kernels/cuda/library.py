@@ -159,7 +159,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "MoeWgmmaPlan": MoeWgmmaPlan,
     "Nf4GatedDelta": Nf4GatedDelta,
 }
-"""What mirrors each struct of params.h and gated_delta.h."""
+"""Mirrors of the structs of params.h and gated_delta.h."""
 
 
 class KernelError(RuntimeError):

@@ -67,7 +67,7 @@ def prefetch_next(weight: Weight, following: Weight | None) -> None:
 
 
 def next_weight(packed: int) -> _Held | None:
-    """What comes after the weight whose codes lie at this address, while both are in memory."""
+    """Next weight after the one whose codes lie at this address, while both are in memory."""
     with _lock:
         pair = _pairs.get(packed)
     return pair.then if pair is not None and pair.first.lives and pair.then.lives else None

@@ -66,5 +66,5 @@ class Accounting:
         return Settled(step, results, failures)
 
     def tell(self, settled: Settled) -> list[RequestOutput]:
-        """What each request is told of a step."""
+        """Outputs of a step for each request."""
         return self._outputs.tell(*settled)

@@ -23,7 +23,7 @@ from server.types import (
 logger = logging.getLogger(f"{PACKAGE}.engine.channel")
 
 LAST_MESSAGE_MS = 1000
-"""How long the engine's process waits at its end for its last message to go out."""
+"""Time that the engine's process waits at its end for its last message to go out."""
 
 
 class Channel:

@@ -32,7 +32,7 @@ MAX_SLEEP_S = 60.0
 
 
 def waited_seconds() -> dict[int, float]:
-    """How long each thread of this process was ready and had no core, by thread id; empty if the system does not say."""
+    """Time that each thread of this process was ready and had no core, by thread id; empty if the system does not say."""
     waited: dict[int, float] = {}
     if sys.platform != "linux":
         return waited

@@ -71,6 +71,6 @@ class Executor:
 
 
 def _failures(step: Step, error: Exception) -> tuple[list[Sampled], dict[str, str]]:
-    """What execute() gives for a step whose every request failed."""
+    """Result of execute() for a step whose every request failed."""
     reason = f"the model failed: {type(error).__name__}: {first_line(error)}"
     return [Sampled(0)] * step.num_sampled, {chunk.sequence.request_id: reason for chunk in step.chunks}

@@ -62,7 +62,7 @@ class GrammarState:
         self.matcher().consume_token(token)
 
     def permitted(self, tokens: list[int]) -> int:
-        """How many of these tokens, which have not been sampled, the grammar would take one after another."""
+        """Number of these tokens, which have not been sampled, that the grammar takes one after another."""
         try:
             matcher = self.matcher()
         except GrammarError:
@@ -81,7 +81,7 @@ class GrammarState:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the masks are about: at least the model's; more if the tokenizer has more."""
+        """Tokens of the masks: at least the model's; more if the tokenizer has more."""
         size: int = self._tokenizer.result().vocab_size
         return size
 
@@ -103,7 +103,7 @@ class MaskFiller:
         """quick_s: seconds after which masks that are left are found on several threads."""
         self._quick_s = quick_s
         self._threaded = 0
-        """How many times the threads are used from the start before the other way is tried again."""
+        """Number of first uses of the threads before the other way is tried again."""
 
     def fill(self, constraints: Sequence[Constraint], masks: npt.NDArray[np.int32]) -> dict[int, GrammarError]:
         """Write what each constraint allows next into its row of masks; gives the errors of the rows that have none.

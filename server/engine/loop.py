@@ -111,7 +111,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _name_process(name: str) -> None:
-    """What ps and top call this process (Linux; at most 15 letters)."""
+    """Name of this process in ps and top (Linux; at most 15 letters)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 

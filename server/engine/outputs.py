@@ -1,4 +1,4 @@
-"""What the engine tells each request: the tokens of a step with their log-probabilities, an error, and times."""
+"""Outputs for each request: the tokens of a step with their log-probabilities, an error, and times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OutputBuilder:
             self._clocks[sequence.request_id].schedule(self.step_clock.started)
 
     def tell(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
-        """What the requests of the step that has just stopped are told; its kernel times are divided among them.
+        """Give the outputs of the step that has just stopped; its kernel times are divided among them.
 
         results: one for each chunk that samples. failures: the reasons of requests that failed, by request id.
         """

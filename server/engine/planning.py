@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StartMemory:
-    """What a start knows of its memory before it loads; without a plan on a CPU, and for configurations it cannot read."""
+    """Memory of a start before it loads; without a plan on a CPU, and for configurations it cannot read."""
 
     device: torch.device
     config: EngineConfig

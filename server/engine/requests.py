@@ -1,4 +1,4 @@
-"""What the engine asks of a request before it is queued."""
+"""Checks of a request before it is queued."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class BlockTables:
         self.holders: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
         """[rows]: how many sequences have held the row, so that two holders of a row can be told apart."""
         self.changes = 0
-        """How often a row has got blocks or another holder."""
+        """Number of times that a row has got blocks or another holder."""
         self._free = list(range(rows - 1, -1, -1))
 
     def take(self, blocks: Sequence[int]) -> int:

@@ -32,7 +32,7 @@ class BlockManager:
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
         self.uses = [0] * num_blocks
-        """How often each block has been handed out."""
+        """Number of times that each block has been handed out."""
 
     @property
     def num_free(self) -> int:
@@ -45,11 +45,11 @@ class BlockManager:
         return self.num_blocks - self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold num_tokens tokens."""
+        """Number of blocks that hold num_tokens tokens."""
         return -(-num_tokens // self.block_size)
 
     def missing(self, blocks: list[int], num_tokens: int) -> int:
-        """How many blocks a holder of `blocks` lacks to hold num_tokens tokens."""
+        """Number of blocks that a holder of `blocks` lacks to hold num_tokens tokens."""
         return max(0, self.blocks_for(num_tokens) - len(blocks))
 
     def grow(self, blocks: list[int], num_tokens: int) -> None:
@@ -109,7 +109,7 @@ class BlockManager:
         return found
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of blocks share() would take from the free ones."""
+        """Number of blocks that share() would take from the free ones."""
         return sum(block in self._free_named for block in blocks)
 
     def forget(self, blocks: Iterable[int]) -> None:

@@ -23,7 +23,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Departed(NamedTuple):
-    """How many sequences have stopped running."""
+    """Number of sequences that have stopped running."""
 
     ended: int
     preempted: int
@@ -75,7 +75,7 @@ class DecodeColumns:
         """All tokens that end any of them, and perhaps more."""
         self.traits = traits
         self.departed = departed
-        """How many of the scheduler's sequences had stopped running when these were seen to run."""
+        """Number of the scheduler's sequences that had stopped running when these were seen to run."""
         self._left: tuple[list[bool], DecodeColumns] | None = None
 
     @classmethod

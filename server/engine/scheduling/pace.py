@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step may have beside decoding sequences without taking longer than configured."""
+"""Prefill budget: tokens of prompts that a step has with decoding sequences without taking longer than configured."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class PromptImage:
     places: npt.NDArray[np.int64]
     """Places of its placeholders in the prompt, ascending."""
     file: str
-    """What the model's image tower takes (safetensors)."""
+    """Inputs of the model's vision encoder (safetensors)."""
 
     @cached_property
     def start(self) -> int:
@@ -54,12 +54,12 @@ class PromptImages:
 
     @cached_property
     def spanning(self) -> list[Spanning]:
-        """What prefix caching has to know of the images."""
+        """Keys of the images for prefix caching."""
         return [(image.start, image.end, image.key) for image in self.images]
 
     @cached_property
     def offset(self) -> int:
-        """What the position of a token behind the last image is more than its place."""
+        """Difference of position and place of a token after the last image."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - self.positions.shape[1]
 
     @cached_property

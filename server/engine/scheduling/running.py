@@ -34,7 +34,7 @@ class RunningSequences:
 
     @property
     def num_preemptions(self) -> int:
-        """How many were preempted."""
+        """Number of preempted sequences."""
         return self._departed.preempted
 
     def add(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Which sequences take part in the next step, and with how many tokens: continuous batching with chunked prefill."""
+"""Choose the sequences of the next step and their tokens: continuous batching with chunked prefill."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """How many times a sequence was preempted."""
+        """Number of preemptions."""
         return self._running.num_preemptions
 
     @property

@@ -17,7 +17,7 @@ PLACEHOLDER = -1
 
 
 class SamplingNeeds(enum.IntFlag):
-    """What sampling a sequence's next token takes, besides the model's logits and a temperature with filters."""
+    """Needs of sampling a sequence's next token, besides the model's logits and a temperature with filters."""
 
     NOTHING = 0
     PENALTIES = 1
@@ -67,7 +67,7 @@ class Constraint(Protocol):
         ...
 
     def permitted(self, tokens: list[int]) -> int:
-        """How many of these tokens, which have not been sampled, the grammar would take one after another."""
+        """Number of these tokens, which have not been sampled, that the grammar takes one after another."""
         ...
 
     def ahead(self, token: int) -> Constraint | None:
@@ -156,7 +156,7 @@ class Sequence:
         """The prompt's tokens and all that may be generated, at most the scheduler's longest length."""
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self.needs = SamplingNeeds.of(sampling, bool(self.stop_ids))
-        """What it needs of the sampler at first; see pending_needs."""
+        """Needs of the sampler at first; see pending_needs."""
         self.embeds = sampling.embed
         """Whether it wants its last hidden state instead of a token."""
         self.constraint: Constraint | None = None
@@ -185,7 +185,7 @@ class Sequence:
 
     @property
     def pending_needs(self) -> SamplingNeeds:
-        """What sampling its next token needs: min_tokens counts only as long as it is too short."""
+        """Needs of sampling its next token: min_tokens counts only as long as it is too short."""
         needs = self.needs
         return (
             needs & ~SamplingNeeds.MIN_TOKENS if needs & SamplingNeeds.MIN_TOKENS and not self.is_too_short else needs
@@ -247,7 +247,7 @@ class Sequence:
         return self._keys[first:count]
 
     def max_new_tokens(self, max_model_len: int) -> int:
-        """How many tokens may follow the present last one."""
+        """Number of tokens that may follow the present last one."""
         return min(self.max_length, max_model_len) - len(self.tokens)
 
     def resolve(self, token: int) -> None:

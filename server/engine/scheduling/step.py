@@ -1,4 +1,4 @@
-"""What one forward pass computes: chunks of sequences, whose last tokens may be draft tokens."""
+"""Work of one forward pass: chunks of sequences, whose last tokens may be draft tokens."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class UnreadDrafts(Protocol):
 
 
 class Step:
-    """What one forward pass computes: chunks of different sequences, those of one token first."""
+    """Work of one forward pass: chunks of different sequences, those of one token first."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Step:
 
     @property
     def size(self) -> int:
-        """How many sequences take part."""
+        """Number of sequences that take part."""
         return self._num_decoding + len(self._others)
 
     @property

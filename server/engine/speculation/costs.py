@@ -23,7 +23,7 @@ _MOST_SAVED = 0.05
 
 
 def gains_of(survivals: Iterable[float]) -> list[float]:
-    """What each of a sequence's draft tokens adds to the logarithm of the tokens that a step gives it, falling.
+    """Gains of a sequence's draft tokens: what each adds to the logarithm of the tokens that a step gives it, falling.
 
     survivals: how likely each yields a token, which it does where it and all before it are right.
     """
@@ -133,7 +133,7 @@ class StepCosts:
         return count * seconds
 
     def fastest(self, sequences: int, gains: Sequence[float], before: float = 0.0) -> tuple[int, float]:
-        """How many draft tokens a step of `sequences` sequences should have, and what that gives.
+        """Choose the number of draft tokens of a step of `sequences` sequences; give it and its gain.
 
         gains: what each draft token adds to the logarithm of its sequence's tokens (gains_of()), greatest first. The
         best number gives the sequences the highest speeds, in the geometric mean: a step that takes longer because of one

@@ -52,7 +52,7 @@ class DraftModel(Protocol):
 
 @dataclass
 class DraftState:
-    """What the draft model has computed of a sequence, and how its draft tokens fare."""
+    """Progress of the draft model in a sequence, and the success of its draft tokens."""
 
     blocks: list[int] = field(default_factory=list)
     """The sequence's KV blocks: it has another list once it has been preempted."""
@@ -129,7 +129,7 @@ class DraftSpeculator(Speculator):
         return drafts
 
     def _rates(self, step: Step) -> list[tuple[float, int, Sequence]]:
-        """How likely a draft token is accepted, and the most of them, for each sequence of a step that may have some."""
+        """Probability that a draft token is accepted, and the most of them, per sequence of a step that may have some."""
         chunks = step.chunks
         reach = min(MAX_DRAFTED, 3 * (self.costs.max_tokens - len(chunks)) // len(chunks) + 1)
         found: list[tuple[float, int, Sequence]] = []

@@ -29,7 +29,7 @@ class _Rates:
         self._rates[kind] += (right - self._rates[kind]) * _LEARNING_RATE
 
     def survival(self, match: int, count: int) -> list[float]:
-        """How likely it is, for each of up to 16 draft tokens behind a suffix, that it and all before it are right."""
+        """Probability, for each of up to 16 draft tokens after a suffix, that it and all before it are right."""
         together, found, rates = 1.0, [], self._rates
         for kind in _LATER[min(match, _LONGEST)][:count]:
             together *= rates[kind]
@@ -71,7 +71,7 @@ class LookupProposer:
         return len(index.tokens) - begin
 
     def survival(self, count: int) -> list[float]:
-        """How likely it is, for each of the next count draft tokens, that it and all before it are accepted."""
+        """Probability, for each of the next count draft tokens, that it and all before it are accepted."""
         return self._rates.survival(self._index.match, count) if self._index.match else []
 
     def promise(self, unknown: int, count: int) -> float:

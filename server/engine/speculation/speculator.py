@@ -1,4 +1,4 @@
-"""How many draft tokens a step has: for every sequence the number that pays best for all of them together."""
+"""Number of draft tokens of a step: for every sequence the number that pays best for all of them together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Speculator:
         self.draft_tokens = 0
         """Draft tokens that were verified."""
         self.accepted = [0] * MAX_DRAFT_TOKENS
-        """How many were accepted, by their place among their sequence's draft tokens of a step."""
+        """Accepted draft tokens, by their place among their sequence's draft tokens of a step."""
 
     def plan(self, step: Step) -> Drafts:
         """The draft tokens for a step, going by the tokens that are known.
@@ -60,7 +60,7 @@ class Speculator:
         return drafts
 
     def _candidates(self, step: Step) -> tuple[float, list[tuple[Sequence, LookupProposer, int, int]]]:
-        """How many tokens the draft tokens of a step's sequences promise, and the sequences that may have some.
+        """Estimate the tokens that draft tokens of a step's sequences give, and the sequences that may have some.
 
         With each its proposer, the most draft tokens, and how many tokens are not known yet: one of these must be the first
         draft token for the others to come up.

@@ -13,7 +13,7 @@ class SuffixIndex:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        """What is indexed."""
+        """Indexed tokens."""
         self._lengths = [0]
         self._links = [-1]
         self._next: list[dict[int, int]] = [{}]
@@ -64,7 +64,7 @@ class SuffixIndex:
         return state
 
     def following(self, count: int) -> list[int]:
-        """What followed the earlier occurrence of the longest suffix: count tokens, or none where match is 0.
+        """Give the tokens after the earlier occurrence of the longest suffix: count tokens, or none where match is 0.
 
         Where it leads to the end of all tokens, it goes on with itself, as a text does that repeats itself.
         """
