@@ -29,7 +29,7 @@ from tests.checkpoint.layouts import CPU, change_json, silent
 from tests.engine.model.image_prompts import Picture, Prompt
 from tests.marks import with_rest
 
-SIZES = [(40, 30), (28, 28), (100, 20), (15, 90), (200, 170)]
+SIZES = [(40, 30), (28, 28), (100, 20), (15, 90), (200, 170), (1, 1), (2000, 2000)]
 NEED_PACKAGES = {
     "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "glm4v",
     "glm46v", "glm4v_moe", "gemma4", "internvl", "lfm2_vl", "gemma4_unified", "muse_glimmer",
