@@ -94,7 +94,7 @@ class Workspace {
 struct Task {
   const PagedAttention& a;
   int64_t row, start, end;  // rows [row, ...) of the batch are the sequence's tokens [start, end)
-  const int64_t* table;
+  const int32_t* table;
   int64_t head;             // of the keys
   int64_t first_head;       // of the queries
   int64_t sharers;          // query heads

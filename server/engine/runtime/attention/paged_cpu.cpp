@@ -60,7 +60,7 @@ void soften(float* scores, int64_t count, const PagedAttention& a, int64_t head)
 // would cost more than the multiplication.
 template <typename Row>
 inline void for_each_key(const PagedAttention& a, int64_t single, int64_t begin, int64_t end, Row row) {
-  const int64_t* table = a.tables + single * a.table_width;
+  const int32_t* table = a.table(single);
   int64_t position = begin;
   for (int64_t block = begin / a.block_size; position < end; ++block) {
     const int64_t first = block * a.block_size, last = std::min(end, first + a.block_size);
@@ -73,7 +73,7 @@ inline void for_each_key(const PagedAttention& a, int64_t single, int64_t begin,
 // read in turn, because they lie side by side.
 template <int kDim>
 void attend(const PagedAttention& a, int64_t single, int64_t first_head, int64_t last_head, std::vector<float>& buffer) {
-  const int64_t group = a.heads / a.kv_heads, end = a.spans[single * 3 + 2];
+  const int64_t group = a.heads / a.kv_heads, end = a.span(single)[2];
   const int64_t begin = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
   const int64_t count = end - begin;
   const int64_t first = first_head * group, last = last_head * group;
@@ -105,7 +105,7 @@ template <int kDim>
 void attend_all(const PagedAttention& a) {
   int64_t keys = 0;
   for (int64_t s = 0; s < a.singles; ++s) {
-    const int64_t end = a.spans[s * 3 + 2];
+    const int64_t end = a.span(s)[2];
     keys += a.window > 0 ? std::min(end, a.window) : end;
   }
   const bool parallel = keys * a.heads * a.key_dim > kParallelSingles;
@@ -130,8 +130,8 @@ void attend_chunks(const PagedAttention& a, void (*run)(const chunks::Task&, Wor
   sharers = (group + parts - 1) / parts;
   int64_t work = 0;
   for (int64_t s = from; s < to; ++s) {
-    const int64_t *span = a.spans + s * 3, start = span[1], end = span[2];
-    const int64_t* table = a.tables + s * a.table_width;
+    const int64_t *span = a.span(s), start = span[1], end = span[2];
+    const int32_t* table = a.table(s);
     work += (end - start) * end * a.heads * a.key_dim;
     for (int64_t blocks = (end - start + queries - 1) / queries; blocks-- > 0;) {
       const int64_t first = start + blocks * queries, last = std::min(end, first + queries);

@@ -17,8 +17,8 @@ struct PagedAttention {
   float* key_cache;
   float* value_cache;
   const int64_t* slots;   // [tokens]: where each token's key and value go
-  const int64_t* tables;  // [sequences, table_width]: each sequence's blocks, the singles' first
-  const int64_t* spans;   // [sequences, 3]: row of the batch, start and end of its tokens
+  const int32_t* tables;  // [rows, table_width]: the block tables
+  const int64_t* spans;   // [sequences, 4], the singles' first: row of the batch, start and end of its tokens, row of tables
   int64_t tokens, singles, sequences, table_width, block_size, heads, kv_heads, key_dim, value_dim;
   int64_t value_row;  // floats from one value in the cache to the next: key_dim where values are the first columns of keys
   int64_t window;  // 0: none
@@ -28,6 +28,8 @@ struct PagedAttention {
   int32_t amx;    // whether this machine runs AMX
 
   bool latent() const { return value_cache == key_cache; }
+  const int64_t* span(int64_t sequence) const { return spans + sequence * 4; }
+  const int32_t* table(int64_t sequence) const { return tables + span(sequence)[3] * table_width; }
 };
 }
 

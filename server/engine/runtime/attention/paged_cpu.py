@@ -43,8 +43,6 @@ class _Parts:
     """int64: the batch's rows of those that attend with latents; None: there are none."""
     spans: torch.Tensor
     """Of _Call: those that attend with latents, in these rows."""
-    tables: torch.Tensor
-    """Of _Call: theirs."""
     expanded: list[int]
     """The places of the other sequences."""
 
@@ -58,10 +56,8 @@ class _Parts:
         lengths = given.lengths[others]
         firsts = lengths.cumsum() - lengths
         rows = np.repeat(given.first_rows[others] - firsts, lengths) + np.arange(lengths.sum())
-        tables = given.tables.blocks[given.rows[others], : int(given.counts.max())].astype(np.int64)
-        spans = np.stack((firsts, given.starts[others], given.ends[others]), axis=1)
-        own = [torch.from_numpy(part) for part in (rows, spans, tables)]
-        return cls(own[0] if len(others) else None, own[1], own[2], expanded)
+        spans = np.stack((firsts, given.starts[others], given.ends[others], given.rows[others]), axis=1)
+        return cls(torch.from_numpy(rows) if len(others) else None, torch.from_numpy(spans), expanded)
 
 
 def paged_cpu_error() -> str | None:
@@ -109,15 +105,14 @@ class PagedCpuBackend(SdpaBackend):
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
         given = batch.spans
-        width = int(given.counts.max())
-        tables = torch.from_numpy(given.tables.blocks[given.rows, :width].astype(np.int64))
-        spans = torch.from_numpy(np.stack((given.first_rows, given.starts, given.ends), axis=1))
+        tables = torch.from_numpy(given.tables.blocks)
+        spans = torch.from_numpy(np.stack((given.first_rows, given.starts, given.ends, given.rows), axis=1))
         self._kept = (batch.slots, tables, spans)
         self._parts = {}
         call = self._call
         call.slots, call.tables, call.spans = (tensor.data_ptr() for tensor in self._kept)
         call.tokens, call.singles, call.sequences = batch.num_tokens, batch.num_single, len(batch.spans)
-        call.table_width = width
+        call.table_width = tables.shape[1]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -149,7 +144,7 @@ class PagedCpuBackend(SdpaBackend):
             absorbed = heads.absorbed(query[parts.rows]).float()
             sums = absorbed.new_empty(*absorbed.shape[:2], heads.sizes.rank)
             self._fill(call, layer, (absorbed, latent, latent, sums), options)
-            call.spans, call.tables = parts.spans.data_ptr(), parts.tables.data_ptr()
+            call.spans = parts.spans.data_ptr()
             call.sequences = len(parts.spans)
             self._attend(ctypes.addressof(call))
             out[parts.rows] = heads.values_of(sums.to(query.dtype))
@@ -171,7 +166,7 @@ class PagedCpuBackend(SdpaBackend):
         latents = self._keys[layer].index_select(0, blocks).flatten(0, 2)[: span.end].to(query.dtype)
         keys, values = (tensor.float() for tensor in heads.expanded(latents))
         own, sums = query[rows].float(), torch.empty(span.length, query.shape[1], values.shape[2])
-        place = torch.tensor([0, span.start, span.end])
+        place = torch.tensor([0, span.start, span.end, 0])
         call = _Call(block_size=span.end, amx=self._call.amx, sequences=1, table_width=1)
         self._fill(call, layer, (own, own, own, sums), options)
         # The one block is the first of the table, whose number is 0 as the first of place.
