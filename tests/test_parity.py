@@ -18,7 +18,7 @@ MOST_NEAR_TIES = 2
 
 @pytest.mark.parametrize(
     ("chats", "max_tokens"),
-    [pytest.param(CHATS[:16:2], 16, id="8"), pytest.param(CHATS, 24, id="32", marks=pytest.mark.slow)],
+    [pytest.param(CHATS[:16:4], 16, id="4"), pytest.param(CHATS, 24, id="32", marks=pytest.mark.slow)],
 )
 async def test_greedy_chats_at_once_equal_transformers_one_at_a_time(
     server: RunningServer, reference: Reference, chats: list[Chat], max_tokens: int
