@@ -18,7 +18,7 @@ from nf4_kernels.cuda import top_k
 from nf4_kernels.cuda.weight_order import prefetch_next
 from nf4_kernels.format import Weight
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Weight",

@@ -11,7 +11,7 @@ from server import __version__
 
 @functools.cache
 def running_version() -> str:
-    """The version of this process's code: "0.1.0", or "0.1.0+1a2b3c4" in a checkout with other commits than the release."""
+    """The version of this process's code: "0.2.0", or "0.2.0+1a2b3c4" in a checkout with other commits than the release."""
     return version_of(Path(__file__).resolve().parents[1])
 
 

@@ -7,7 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
+import nf4_kernels
 from server import __version__
 from server.config.flags import parse
 from server.version import version_of
@@ -45,3 +47,14 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
         parse(["--version"])
     assert ended.value.code == 0
     assert re.fullmatch(rf"nf4-server {re.escape(__version__)}(\+\S+)?\n", capsys.readouterr().out)
+
+
+def test_a_release_has_one_version() -> None:
+    """The server's, the kernels', the chart's, the changelog's latest and the README's."""
+    root = Path(__file__).parents[1]
+    chart = yaml.safe_load((root / "deploy/kubernetes/Chart.yaml").read_text())
+    assert nf4_kernels.__version__ == chart["version"] == chart["appVersion"] == __version__
+    unreleased, latest = re.findall(r"^## (.*)$", (root / "CHANGELOG.md").read_text(), re.MULTILINE)[:2]
+    assert unreleased == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(__version__)} - \d{{4}}-\d\d-\d\d", latest)
+    assert f"version {__version__} " in (root / "README.md").read_text()

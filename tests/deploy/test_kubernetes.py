@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from server import __version__
 from server.config.sources import load_config
 from server.serving import ABORT_GRACE_S
 from tests.deploy.custom_resources import SPECS, schema
@@ -150,9 +151,9 @@ def test_pods_have_no_more_rights_than_they_need(case: str) -> None:
 
 def test_gpus_and_images() -> None:
     assert "nvidia.com/gpu" not in json.dumps(render())
-    assert container(render())["image"] == "nf4-server:0.1.0-cpu"
+    assert container(render())["image"] == f"nf4-server:{__version__}-cpu"
     objects = render("--set", EVERYTHING)
-    assert container(objects)["image"] == "nf4-server:0.1.0"
+    assert container(objects)["image"] == f"nf4-server:{__version__}"
     assert container(objects)["resources"]["limits"]["nvidia.com/gpu"] == 2
     assert container(objects)["resources"]["limits"]["memory"] == "8Gi"
     pod = one(objects, "Deployment")["spec"]["template"]["spec"]
