@@ -86,7 +86,7 @@ def models() -> str:
         place = row["model"], row["batch"]
         vllm = [_speed(peer("H200", "vLLM", weights, *place)) for weights in ("NF4", "AWQ", "bf16")]
         lines.append([NAMES[place[0]], str(place[1]), f"**{_speed(row['ours_tok_s'])}**", *vllm, _transformers(row)])
-    heads = ["model", "sequences", "ours, NF4", "vLLM, NF4", "vLLM, AWQ-Marlin", "vLLM, bf16", "transformers, NF4"]
+    heads = ["model", "sequences", "ours, NF4", "vLLM, NF4", "vLLM, AWQ", "vLLM, bf16", "transformers, NF4"]
     versions = load(PEERS["H200"])["runs"][0]["versions"]
     about = (
         f"One H200, tokens per second, 128 in and 128 out; commit {commit}; vLLM {versions['vllm']}, transformers"
@@ -121,7 +121,7 @@ def prefill() -> str:
         "ours",
         "transformers",
         "vLLM, NF4",
-        "vLLM, AWQ-Marlin",
+        "vLLM, AWQ",
         "vLLM, bf16",
         "commit",
     ]
