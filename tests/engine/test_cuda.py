@@ -77,7 +77,7 @@ def test_graphs_of_many_sequences_pass_on_tiled_activations(
 
     for function in ("tiled_linear", "gated_linear"):
         monkeypatch.setattr(cuda, function, counted(function))
-    monkeypatch.setattr(graph_capture, "ladder", lambda largest: [largest])
+    monkeypatch.setattr(graph_capture, "decode_sizes", lambda largest: [largest])
     rng = random.Random(2)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 100))] for _ in range(12)]
     # Sums of wgmma and of transformers are up to two of the steps below apart, both logits each.

@@ -139,13 +139,13 @@ def test_steps_with_prompts_run_as_graphs(tmp_path: Path, monkeypatch: pytest.Mo
     assert mixed is not None
     replay, errors, kinds = mixed.run, [], set()
 
-    def run(batch: Batch) -> torch.Tensor:
+    def run(batch: Batch) -> ModelOutput:
         # The same step again, without a graph: it writes the same keys and values.
         expected = runner._paged.run(batch)
-        logits = replay(batch).float()
-        errors.append(float((logits - expected).norm() / expected.norm()))
+        output = replay(batch)
+        errors.append(float((output.logits.float() - expected).norm() / expected.norm()))
         kinds.add((batch.num_single > 0, any(span.start > 0 and span.length > 1 for span in batch.spans)))
-        return logits
+        return output
 
     monkeypatch.setattr(mixed, "run", run)
     rng = random.Random(3)

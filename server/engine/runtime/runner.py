@@ -13,11 +13,9 @@ import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, batch_of, token_batch
 from server.engine.runtime.followers import Followers, followed
-from server.engine.runtime.graphs.decode import DecodeGraphs
+from server.engine.runtime.graphs.graph_set import GraphSet
 from server.engine.runtime.graphs.invariant import run_in_groups
 from server.engine.runtime.graphs.launched_step import Launch, LaunchedStep, rows_before
-from server.engine.runtime.graphs.mixed import MixedGraphs
-from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.model.expanded import expanded_bytes
@@ -44,9 +42,9 @@ logger = logging.getLogger(__name__)
 class StepGraphs:
     """The CUDA graphs that steps are replayed from, where there are any."""
 
-    decode: DecodeGraphs | None = None
-    mixed: MixedGraphs | None = None
-    verify: VerifyGraphs | None = None
+    decode: GraphSet | None = None
+    mixed: GraphSet | None = None
+    verify: GraphSet | None = None
     batch_invariant: bool = False
     """Whether every token goes through the one decode graph there is (see graphs/invariant.py)."""
 
@@ -146,11 +144,9 @@ class ModelRunner:
             return self._paged.hidden_states(batch)
         if batch.images is not None:
             return self._paged.run(batch)
-        for replayed in (graphs.decode, graphs.verify):
+        for replayed in (graphs.decode, graphs.verify, graphs.mixed):
             if replayed is not None and replayed.fits(batch):
                 return replayed.run(batch).logits.float()
-        if graphs.mixed is not None and graphs.mixed.fits(batch):
-            return graphs.mixed.run(batch).float()
         if graphs.decode is not None and graphs.batch_invariant:
             logits = torch.empty(len(batch.sampled_rows), self.limits.vocab_size, device=self.device)
             decode = graphs.decode

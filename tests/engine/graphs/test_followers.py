@@ -14,7 +14,7 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.graphs.decode import DecodeGraphs
+from server.engine.runtime.graphs.graph_set import GraphSet, Tokens
 from server.engine.runtime.graphs.launched_step import Launch
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
@@ -30,12 +30,12 @@ from tests.engine.speculation.engines import GRAMMAR, VOCABULARY
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6, enforce_eager=True)
 
 
-class UncapturedGraphs(DecodeGraphs):
+class UncapturedGraphs(GraphSet):
     """Runs the model itself in the place of graphs; computed has the ids of each step."""
 
     def __init__(self, paged: PagedModel) -> None:
         self._paged = paged
-        self._largest = 8
+        self.tokens, self._largest = Tokens.NEWEST, 8
         self.computed: list[list[int]] = []
 
     def run(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> ModelOutput:

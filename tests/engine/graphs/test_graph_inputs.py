@@ -14,9 +14,10 @@ import torch
 
 from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, GraphBackend, HostLayout
 from server.engine.runtime.batch import Batch, Span, Spans
-from server.engine.runtime.graphs.decode import DecodeGraphs, _Graph
+from server.engine.runtime.graphs.graph_set import GraphSet, Tokens, _Graph
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool
 from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.sampling.sampler import ModelOutput
 from server.engine.runtime.speculation.draft_model import DraftGraphs, DraftModel
 from server.engine.runtime.transfers.host_results import Posted, _Turn
 from server.engine.scheduling.block_tables import BlockTables
@@ -73,10 +74,10 @@ def expected(ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) ->
     return (7 * ids + 3 * positions + slots) % VOCABULARY
 
 
-def make_graphs(*sizes: int) -> tuple[DecodeGraphs, PoolOnHost, list[int]]:
+def make_graphs(*sizes: int) -> tuple[GraphSet, PoolOnHost, list[int]]:
     """Graphs of these sizes, their pool, and the numbers of sequences that layouts were made for."""
     planned: list[int] = []
-    pool, graphs = PoolOnHost(), DecodeGraphs.__new__(DecodeGraphs)
+    pool, graphs = PoolOnHost(), GraphSet.__new__(GraphSet)
 
     def plan(spans: Spans, size: int, shared: bool) -> None:
         assert pool.done[-1] == "waited"
@@ -86,7 +87,7 @@ def make_graphs(*sizes: int) -> tuple[DecodeGraphs, PoolOnHost, list[int]]:
         "_backend": cast(GraphBackend, SimpleNamespace(host_layout=plan)),
         "_graphs": {},
         "_adapted": {},
-        "_clock": None,
+        "tokens": Tokens.NEWEST,
         "_largest": max(sizes),
         "_last": None,
         "_states": None,
@@ -97,7 +98,7 @@ def make_graphs(*sizes: int) -> tuple[DecodeGraphs, PoolOnHost, list[int]]:
         inputs, logits = torch.full((3, size), -7), torch.zeros(size, VOCABULARY)
         best, tokens = torch.zeros(size), torch.zeros(size, dtype=torch.int64)
         step = Replayed({"inputs": inputs, "logits": logits, "best": best, "tokens": tokens})
-        graphs._graphs[size] = _Graph(step, inputs, logits, best, tokens, None)
+        graphs._graphs[size] = _Graph(step, inputs, ModelOutput(logits, (best, tokens), inputs[0]))
     return graphs, pool, planned
 
 

@@ -15,9 +15,9 @@ from server.config import EngineConfig
 from server.engine.runtime.batch import Batch, batch_of, token_batch
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs.cuts import cut_layers
+from server.engine.runtime.graphs.graph_set import GraphSet, Tokens
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.launched_step import Launch
-from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
@@ -32,13 +32,13 @@ from tests.engine.factories import make_sequence
 from tests.engine.models import tiny_model
 
 
-class UncapturedGraphs(VerifyGraphs):
+class UncapturedGraphs(GraphSet):
     """Takes steps of up to 4 tokens, as graphs of 2 and 4 do, and runs the model itself; replayed has their tokens."""
 
     def __init__(self, paged: PagedModel) -> None:
         self._paged = paged
         self._graphs = dict.fromkeys((2, 4))  # type: ignore[assignment]
-        self._largest = 4
+        self.tokens, self._largest = Tokens.DRAFTED, 4
         self.replayed: list[int] = []
 
     def run(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> ModelOutput:

@@ -10,7 +10,7 @@ import pytest
 
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime.graphs.decode import ladder
+from server.engine.runtime.graphs.graph_set import decode_sizes
 from server.engine.runtime.limits import auto_sequences
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.scheduling.blocks import BlockManager
@@ -113,13 +113,13 @@ def test_sequences_by_memory() -> None:
     assert auto_sequences(141 * gib, 10_000) == 128
 
 
-def test_the_ladder_has_few_sizes_and_little_padding() -> None:
+def test_graphs_of_decode_steps_have_few_sizes_and_little_padding() -> None:
     for most in (1, 3, 8, 33, 100, 128, 130, 256, 300, 512, 700, 1024):
-        sizes = ladder(most)
+        sizes = decode_sizes(most)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == most
-    assert ladder(128) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128]
-    assert len(ladder(1024)) == 31
-    pairs = list(itertools.pairwise(ladder(1024)))
+    assert decode_sizes(128) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128]
+    assert len(decode_sizes(1024)) == 31
+    pairs = list(itertools.pairwise(decode_sizes(1024)))
     assert all(b <= 1.25 * a for a, b in pairs if a >= 48)
     assert all(b <= 1.125 * a for a, b in pairs if 128 <= a < 256)

@@ -12,8 +12,8 @@ import torch
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch, Span, Spans
+from server.engine.runtime.graphs.graph_set import DRAFT_SIZES
 from server.engine.runtime.graphs.launched_step import LaunchedStep
-from server.engine.runtime.graphs.verify import SIZES
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 # So few that there is always something to propose, and much of it wrong.
 VOCABULARY = 40
-CHEAP = StepCosts({n: 1 + n / 1000 for n in SIZES}, {n: 1 + n / 1000 for n in range(1, 33)})
+CHEAP = StepCosts({n: 1 + n / 1000 for n in DRAFT_SIZES}, {n: 1 + n / 1000 for n in range(1, 33)})
 
 
 def runner_of(name: str, folder: Path, **options: Any) -> tuple[ModelRunner, EngineConfig]:
@@ -72,7 +72,7 @@ def test_steps_with_draft_tokens_have_graphs_that_compute_what_the_model_does(na
     runner, config = runner_of(name, tmp_path)
     # They are compared with the model's own code when they are captured, and left out where they differ.
     assert runner._graphs.verify is not None
-    assert runner._graphs.verify.sizes == list(SIZES)
+    assert runner._graphs.verify.sizes == list(DRAFT_SIZES)
     expected, _ = answers(runner, config, "off")
     got, engine = answers(runner, config, "lookup")
     stats = engine.stats()
@@ -186,7 +186,7 @@ def test_a_draft_model_has_graphs_and_is_right(tmp_path: Path, caplog: pytest.Lo
     assert model is not None
     assert model._graphs is not None
     assert model._graphs.verify is not None
-    assert model._graphs.decode.sizes == [1, *SIZES[:-1]]
+    assert model._graphs.decode.sizes == [1, *DRAFT_SIZES[:-1]]
     expected, got, _ = drafted(runner, config)
     # The draft model knows neither penalties nor biases. Two of the others are sampled from nearly flat distributions. By
     # chance one of VOCABULARY is right.

@@ -10,9 +10,8 @@ from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.graph_backend import GraphBackend
-from server.engine.runtime.graphs.decode import DecodeGraphs
+from server.engine.runtime.graphs.graph_set import DRAFT_SIZES, GraphSet
 from server.engine.runtime.graphs.pool import GraphPool
-from server.engine.runtime.graphs.verify import SIZES
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.limits import ModelLimits, own_limit, sequence_limit
 from server.engine.runtime.model.class_forward import adapt_forward
@@ -80,9 +79,11 @@ class DraftPreparation:
         """Capture steps of as many sequences as may have draft tokens together."""
         # The device's copy of the block tables has a row for each running sequence.
         rows = sequence_limit(self._config, paged.device, limits.num_blocks * self._config.block_size)
-        sizes = [1, *(size for size in SIZES if size < max(SIZES))]
-        backend.set_up_graphs(limits.max_model_len, max(rows, *SIZES), True, decode_forms(layers, sizes, paged.dtype))
-        decode = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, 0, pool, waited_for=True)
+        sizes = [1, *(size for size in DRAFT_SIZES if size < max(DRAFT_SIZES))]
+        backend.set_up_graphs(
+            limits.max_model_len, max(rows, *DRAFT_SIZES), True, decode_forms(layers, sizes, paged.dtype)
+        )
+        decode = GraphSet(paged.model, backend, paged.block_size, paged.clock, pool=pool, waited_for=True)
         decode.capture(sizes, progress)
-        verify = capture_verify(paged, backend, limits, SIZES, decode, progress)
+        verify = capture_verify(paged, backend, limits, DRAFT_SIZES, decode, progress)
         return DraftGraphs(decode, verify)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,11 +12,10 @@ import torch
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.graph_backend import DecodeForm, GraphBackend
+from server.engine.runtime.batch import Batch
 from server.engine.runtime.exchange import agreed
-from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
+from server.engine.runtime.graphs.graph_set import DRAFT_SIZES, GraphSet, Tokens, chunk_sizes, decode_sizes
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
-from server.engine.runtime.graphs.mixed import MixedGraphs
-from server.engine.runtime.graphs.verify import SIZES, VerifyGraphs
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.limits import ModelLimits, token_budget
 from server.engine.runtime.paged_model import PagedModel
@@ -33,15 +32,15 @@ def capture_decode(
     config: EngineConfig,
     progress: Progress,
     layers: Sequence[DecoderLayer],
-) -> DecodeGraphs:
+) -> GraphSet:
     """Capture decode steps of up to the configured number of sequences. Call in inference mode.
 
     layers: the model's written layers; empty: it has none.
     """
     states = None if paged.states is None else paged.states.pool
-    own = paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots
-    graphs = DecodeGraphs(*own, states=states)
-    sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(limits.max_num_seqs)
+    own = paged.model, backend, paged.block_size, paged.clock
+    graphs = GraphSet(*own, adapter_slots=paged.adapter_slots, states=states)
+    sizes = [INVARIANT_ROWS] if config.batch_invariant else decode_sizes(limits.max_num_seqs)
     largest = max(sizes)
     room = max(largest, *verify_sizes(config)) if verify_sizes(config) else largest
     forms = decode_forms(layers, sizes, paged.dtype)
@@ -58,7 +57,7 @@ def decode_forms(layers: Sequence[DecoderLayer], sizes: Sequence[int], dtype: to
 
 def verify_sizes(config: EngineConfig) -> list[int]:
     """Tokens of the steps with draft tokens that get graphs; with batch_invariant these go through its one decode graph."""
-    return [] if config.speculation == "off" or config.batch_invariant else list(SIZES)
+    return [] if config.speculation == "off" or config.batch_invariant else list(DRAFT_SIZES)
 
 
 def capture_verify(
@@ -66,33 +65,20 @@ def capture_verify(
     backend: GraphBackend,
     limits: ModelLimits,
     sizes: Sequence[int],
-    decode: DecodeGraphs,
+    decode: GraphSet,
     progress: Progress,
-) -> VerifyGraphs | None:
+) -> GraphSet | None:
     """Capture steps with draft tokens of these sizes, in tokens; None, with a warning, if that fails or logits differ.
 
     Call in inference mode.
     """
-    graphs = VerifyGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots, decode.pool)
+    own, pool = (paged.model, backend, paged.block_size, paged.clock), decode.pool
+    graphs = GraphSet(*own, Tokens.DRAFTED, pool=pool, adapter_slots=paged.adapter_slots, waited_for=True)
     steps = TrialSteps(paged)
-
-    def attempt() -> None:
-        graphs.capture(list(sizes), progress)
-        chunks = (steps.first_chunk(size) for size in sizes if size <= limits.max_model_len)
-        for chunk in itertools.chain(chunks, mixed_trial_steps(steps.first_chunk, paged.block_size, limits)):
-            tokens = chunk.num_tokens
-            batch = replace(chunk, sampled_rows=torch.arange(tokens))
-            if graphs.fits(batch):
-                # The graph first, so that the other run's keys and values cannot stand in for its own.
-                found = graphs.run(batch).logits.float()
-                wrong = steps.difference(found, paged.run(batch), tokens)
-                if wrong is not None:
-                    raise ValueError(f"logits {wrong}")
-
-    failed = failure(attempt)
-    if failed is not None:
-        logger.warning("steps with draft tokens run without CUDA graphs, more slowly: %s", failed)
-    return graphs if agreed(failed is None) else None
+    chunks = (steps.first_chunk(size) for size in sizes if size <= limits.max_model_len)
+    trials = itertools.chain(chunks, mixed_trial_steps(steps.first_chunk, paged.block_size, limits))
+    every_row = (replace(chunk, sampled_rows=torch.arange(chunk.num_tokens)) for chunk in trials)
+    return _captured(graphs, list(sizes), every_row, paged, progress)
 
 
 def capture_mixed(
@@ -100,24 +86,34 @@ def capture_mixed(
     backend: GraphBackend,
     limits: ModelLimits,
     config: EngineConfig,
-    decode: DecodeGraphs,
+    decode: GraphSet,
     progress: Progress,
-) -> MixedGraphs | None:
-    """Capture mixed steps; None, with a warning, where that fails or the logits differ."""
+) -> GraphSet | None:
+    """Capture mixed steps; None, with a warning, if that fails or logits differ."""
     sequences, budget = limits.max_num_seqs, token_budget(config, paged.device)
-    graphs = MixedGraphs(paged.model, backend, paged.block_size, sequences, paged.clock, decode.pool)
+    own = paged.model, backend, paged.block_size, paged.clock
+    graphs = GraphSet(*own, Tokens.CHUNKS, pool=decode.pool, max_num_seqs=sequences)
+    trials = mixed_trial_steps(TrialSteps(paged).first_chunk, paged.block_size, limits)
+    return _captured(graphs, chunk_sizes(max(budget, sequences)), trials, paged, progress)
+
+
+def _captured(
+    graphs: GraphSet, sizes: list[int], trials: Iterable[Batch], paged: PagedModel, progress: Progress
+) -> GraphSet | None:
+    """Capture these sizes and compare those of trials that fit with steps without graphs."""
     steps = TrialSteps(paged)
 
     def attempt() -> None:
-        graphs.capture(max(budget, sequences), progress)
-        for batch in mixed_trial_steps(steps.first_chunk, paged.block_size, limits):
+        graphs.capture(sizes, progress)
+        for batch in trials:
             if graphs.fits(batch):
-                expected = paged.run(batch)
-                wrong = steps.difference(graphs.run(batch).float(), expected, batch.num_tokens)
+                # The graph first, so that the other run's keys and values cannot stand in for its own.
+                found = graphs.run(batch).logits.float()
+                wrong = steps.difference(found, paged.run(batch), batch.num_tokens)
                 if wrong is not None:
                     raise ValueError(f"logits {wrong}")
 
     failed = failure(attempt)
     if failed is not None:
-        logger.warning("steps with prompts run without CUDA graphs, more slowly: %s", failed)
+        logger.warning("%s run without CUDA graphs, more slowly: %s", graphs.tokens.value, failed)
     return graphs if agreed(failed is None) else None

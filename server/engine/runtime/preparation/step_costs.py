@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.graphs.decode import DecodeGraphs
+from server.engine.runtime.graphs.graph_set import DRAFT_SIZES, GraphSet
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS, in_groups
-from server.engine.runtime.graphs.verify import SIZES, VerifyGraphs
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps
@@ -40,7 +39,7 @@ def measure_steps(
     return StepCosts(_least(steps.run, sizes, _REPEATS), drafting=drafting)
 
 
-def draft_times(paged: PagedModel, limits: ModelLimits, decode: DecodeGraphs | None) -> dict[int, float]:
+def draft_times(paged: PagedModel, limits: ModelLimits, decode: GraphSet | None) -> dict[int, float]:
     """Seconds of a draft model's steps by their number of tokens, one for each sequence. Call in inference mode."""
     steps = TrialSteps(paged)
     if decode is not None:
@@ -49,14 +48,14 @@ def draft_times(paged: PagedModel, limits: ModelLimits, decode: DecodeGraphs | N
 
 
 def _of_graphs(
-    decode: DecodeGraphs, verify: VerifyGraphs, steps: TrialSteps, block_size: int, limits: ModelLimits
+    decode: GraphSet, verify: GraphSet, steps: TrialSteps, block_size: int, limits: ModelLimits
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Measure steps with draft tokens and steps without: their seconds by size.
 
     With draft tokens the time until the tokens are read counts. Without, steps are scheduled asynchronously, so the device's
     time counts.
     """
-    sizes = [size for size in SIZES if size <= limits.max_model_len]
+    sizes = [size for size in DRAFT_SIZES if size <= limits.max_model_len]
 
     def verified(size: int) -> torch.Tensor:
         return verify.run(steps.first_chunk(size)).logits
@@ -66,13 +65,13 @@ def _of_graphs(
     return verifying, {size: _of_groups(decode, steps, block_size, size) for size in plain_sizes}
 
 
-def _of_groups(decode: DecodeGraphs, steps: TrialSteps, block_size: int, size: int) -> float:
+def _of_groups(decode: GraphSet, steps: TrialSteps, block_size: int, size: int) -> float:
     """Seconds of a decode graph of size tokens, one after another without a wait between."""
     _, batch = next(in_groups(steps.first_chunk(size), block_size, size))
     return min(_replays(decode, batch) for _ in range(_REPEATS))
 
 
-def _replays(decode: DecodeGraphs, batch: Batch) -> float:
+def _replays(decode: GraphSet, batch: Batch) -> float:
     decode.run(batch).logits.argmax(dim=-1).tolist()
     begun = time.perf_counter()
     for _ in range(_REPLAYS):

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from server.engine.runtime.batch import Batch, batch_of
-from server.engine.runtime.graphs.decode import DecodeGraphs
-from server.engine.runtime.graphs.verify import VerifyGraphs
+from server.engine.runtime.batch import Batch, batch_of, to_device
+from server.engine.runtime.graphs.graph_set import GraphSet
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.ops import largest_of_rows, sample_by_table
 from server.engine.runtime.sampling.random_rows import RandomRows
@@ -42,8 +41,8 @@ class _Part:
 class DraftGraphs:
     """The CUDA graphs that a draft model is replayed from."""
 
-    decode: DecodeGraphs
-    verify: VerifyGraphs | None
+    decode: GraphSet
+    verify: GraphSet | None
     """They find the first draft token where the draft model has yet to compute tokens in front of the newest one."""
 
 
@@ -131,7 +130,7 @@ class DraftModel:
         if graphs is not None and self._is_laid_out:
             output = graphs.decode.run(batch, own)
         elif graphs is not None and graphs.verify is not None and batch.num_tokens <= graphs.verify.sizes[-1]:
-            output = graphs.verify.run_last(batch, own)
+            output = _of_rows(graphs.verify.run(batch, own), batch.sampled_rows)
         else:
             batch = batch.to(self._paged.device)
             output = ModelOutput(self._paged.run(batch if own is None else replace(batch, ids=own)))
@@ -164,3 +163,11 @@ class DraftModel:
             [None] * len(parts),
         )
         return batch_of(given, self._paged.block_size)
+
+
+def _of_rows(output: ModelOutput, wanted: torch.Tensor) -> ModelOutput:
+    """What output has of these rows, int64 in host memory, alone."""
+    assert output.greedy is not None
+    rows = to_device(wanted.numpy(), output.logits.device)
+    best, tokens = output.greedy
+    return ModelOutput(output.logits[rows], (best[rows], tokens[rows]))

@@ -1,0 +1,243 @@
+"""Steps as CUDA graphs of (tokens, sequences), captured over the model's layers; steps of fewer are padded.
+
+Launching a step's kernels one by one takes the host longer than the device needs for up to some hundred tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from nf4_kernels.cuda.device_clock import DeviceClock
+from server.checkpoint.base import Progress
+from server.engine.runtime.attention.calls import attending
+from server.engine.runtime.attention.graph_backend import GraphBackend, HostLayout
+from server.engine.runtime.batch import Batch, Span, Spans, to_device
+from server.engine.runtime.graphs.cuts import cut_layers
+from server.engine.runtime.graphs.invariant import in_groups
+from server.engine.runtime.graphs.pool import CapturedStep, GraphPool, unowned
+from server.engine.runtime.model.lora import adding_masked, others_of
+from server.engine.runtime.sampling.ops import largest_of_rows
+from server.engine.runtime.sampling.sampler import ModelOutput
+from server.engine.runtime.states.pool import StatePool
+
+_WARM_UPS = 1
+DRAFT_SIZES = (2, 4, 8, 16, 32, 64)
+"""Tokens of steps with draft tokens. GEMMs cost the same for one token as for eight, and little more for 16."""
+_CHUNK_SIZES = (64, 128, 192, 256, 384, 512)
+# Beyond these sizes the device takes as long as the host takes to launch the kernels.
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that get a graph: 1, 2, 4, multiples of 8 to 64, of 16 to 256, of 64 to 512, of 128 beyond.
+
+    max_num_seqs is the last one. 1024 sequences get 31 sizes.
+    """
+    few = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16)]
+    sizes = [*few, *range(256, 512, 64), *range(512, max_num_seqs, 128)]
+    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+
+
+def chunk_sizes(max_tokens: int) -> list[int]:
+    """Tokens of the graphs that steps with chunks of up to max_tokens tokens need."""
+    return [size for size, smaller in zip(_CHUNK_SIZES, (0, *_CHUNK_SIZES), strict=False) if smaller < max_tokens]
+
+
+class Tokens(Enum):
+    """What a graph's tokens are."""
+
+    NEWEST = "decode"
+    """One of each sequence: as many sequences as tokens."""
+    DRAFTED = "steps with draft tokens"
+    """Each laid out as a sequence of its own; it also attends to those of its sequence before it in the step."""
+    CHUNKS = "steps with prompts"
+    """Chunks of up to max_num_seqs sequences; logits of that many rows are computed."""
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured step and the tensors that it reads and writes."""
+
+    step: CapturedStep
+    inputs: torch.Tensor
+    """int64 [3, tokens]: token ids, positions, cache slots."""
+    output: ModelOutput
+    sampled_rows: torch.Tensor | None = None
+    """int64 [sequences]: the rows whose logits are computed; None: all."""
+    others: torch.Tensor | None = None
+    """bool [tokens, slots]: which adapters are not each row's, in graphs that add adapters."""
+
+
+class GraphSet:
+    """Replays steps of one kind of tokens; what a replay finds is valid until the next one of the pool."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: GraphBackend,
+        block_size: int,
+        clock: DeviceClock | None,
+        tokens: Tokens = Tokens.NEWEST,
+        *,
+        pool: GraphPool | None = None,
+        max_num_seqs: int = 0,
+        adapter_slots: int = 0,
+        waited_for: bool = False,
+        states: StatePool | None = None,
+    ) -> None:
+        """pool: the pool of other graphs, which these share. max_num_seqs: sequences of a step with chunks.
+
+        waited_for: whether the device is idle before a step. states: of the layers that have states.
+        """
+        self._model = model
+        self._backend = backend
+        self._block_size = block_size
+        self._clock = clock
+        self.tokens = tokens
+        """What the tokens of these steps are."""
+        self._max_num_seqs = max_num_seqs
+        self._adapter_slots = adapter_slots
+        self._waited_for = waited_for
+        self._states = states
+        self._graphs: dict[int, _Graph] = {}
+        # Steps in which a sequence has an adapter have graphs of their own, so that the others pay nothing for adapters.
+        self._adapted: dict[int, _Graph] = {}
+        self._largest = 0
+        self.pool = GraphPool(model.device, backend.scratch_block * block_size) if pool is None else pool
+        """Captures and replays these graphs; other graphs may share it."""
+        self._last: _Graph | None = None
+
+    def capture(self, sizes: list[int], progress: Progress) -> None:
+        """Capture for each number of tokens, the largest first because the others share its memory."""
+        for done, size in enumerate(sorted(sizes, reverse=True)):
+            progress(f"capturing {self.tokens.value}: {size}", done / len(sizes))
+            self._graphs[size] = self._capture_one(size, None)
+            if self._adapter_slots:
+                others = torch.ones(size, self._adapter_slots, dtype=torch.bool, device=self._model.device)
+                self._adapted[size] = self._capture_one(size, others)
+        self._largest = max(sizes)
+        progress(f"capturing {self.tokens.value}", 1.0)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of tokens that have a graph."""
+        return sorted(self._graphs)
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether a graph is large enough for batch, and computes all that is asked for."""
+        count, wanted = batch.num_tokens, batch.sampled_rows
+        if count > self._largest:
+            return False
+        match self.tokens:
+            case Tokens.NEWEST:
+                return batch.num_single == len(batch.spans) == wanted.shape[0]
+            case Tokens.DRAFTED:
+                return torch.equal(wanted, torch.arange(count))
+            case Tokens.CHUNKS:
+                sequences = self._sequences(self._size(count))
+                return len(batch.spans) <= sequences and wanted.shape[0] <= sequences and not batch.spans.adapted
+
+    def run(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> ModelOutput:
+        """Replay the step that fits batch; newest and source: see GraphPool.fill()."""
+        if self.tokens is Tokens.DRAFTED and batch.num_single < batch.num_tokens:
+            _, batch = next(in_groups(batch, self._block_size, self._largest))
+        graph = self._last = self._filled(batch, newest, source)
+        self.pool.replay(graph.step)
+        return _first(graph, batch.num_tokens if graph.sampled_rows is None else batch.sampled_rows.shape[0])
+
+    def run_next(self, newest: torch.Tensor) -> ModelOutput | None:
+        """Replay the step behind the last one of these graphs, without another step between.
+
+        newest: int64, the tokens of the last step's first sequences, which go on. None, with nothing launched, where run()
+        has to do it.
+        """
+        last = self._last
+        if last is None or not self._backend.advance_decode_graph(last.inputs, newest):
+            return None
+        self.pool.replay(last.step)
+        return _first(last, len(newest))
+
+    def _size(self, tokens: int) -> int:
+        return min(size for size in self._graphs if size >= tokens)
+
+    def _sequences(self, size: int) -> int:
+        return min(size, self._max_num_seqs) if self.tokens is Tokens.CHUNKS else size
+
+    def _filled(self, batch: Batch, newest: torch.Tensor | None, source: list[int] | None) -> _Graph:
+        """The graph that fits batch, which is laid out for it."""
+        count = batch.num_tokens
+        size = self._size(count)
+        graph = (self._adapted if batch.spans.adapted else self._graphs)[size]
+        if graph.others is not None:
+            graph.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
+            graph.others[count:] = True
+        if graph.sampled_rows is not None:
+            rows = to_device(batch.sampled_rows.numpy(), graph.sampled_rows.device)
+            graph.sampled_rows[: len(rows)].copy_(rows)
+        plan = partial(self._plan, batch.spans, size)
+        self.pool.fill(graph.inputs, plan, (batch.ids, batch.positions, batch.slots), newest, source)
+        return graph
+
+    def _plan(self, spans: Spans, size: int) -> HostLayout | None:
+        """Lay out a step, as GraphBackend.host_layout() does, and its states."""
+        if self.tokens is Tokens.CHUNKS:
+            self._backend.plan_mixed_graph(spans, size, self._sequences(size))
+            return None
+        if self._states is not None:
+            self._states.plan_decode_graph(spans, size)
+        return self._backend.host_layout(spans, size, self.tokens is Tokens.DRAFTED)
+
+    def _plan_capture(self, size: int) -> Any:
+        """Lay out the step that is captured: padding, or a chunk of padding; the backend's plan of chunks."""
+        # The capture before has waited for the device, and so for the copies of the plan before.
+        if self.tokens is Tokens.CHUNKS:
+            scratch = (self._backend.scratch_block,) * -(-size // self._block_size)
+            return self._backend.plan_mixed_graph(Spans.of([Span(0, 0, size, scratch)]), size, self._sequences(size))
+        self._backend.plan_decode_graph(Spans.of([]), size, self.tokens is Tokens.DRAFTED)
+        if self._states is not None:
+            self._states.plan_decode_graph(Spans.of([]), size)
+        return None
+
+    def _begin(self, slots: torch.Tensor, plan: Any) -> None:
+        if self.tokens is Tokens.CHUNKS:
+            self._backend.begin_mixed_graph(slots, plan)
+            return
+        self._backend.begin_decode_graph(slots, self.tokens is Tokens.DRAFTED)
+        if self._states is not None:
+            self._states.begin_decode_graph(len(slots))
+
+    def _capture_one(self, size: int, others: torch.Tensor | None) -> _Graph:
+        inputs, rows, kept = self.pool.new_inputs(size), None, {}
+        if self.tokens is Tokens.CHUNKS:
+            rows = torch.zeros(self._sequences(size), dtype=torch.int64, device=self._model.device)
+            kept = {"logits_to_keep": rows}
+        plan = self._plan_capture(size)
+
+        def forward() -> tuple[torch.Tensor, ...]:
+            self._begin(inputs[2], plan)
+            with attending(self._backend), adding_masked(others):
+                output: Any = self._model(input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False, **kept)
+            if self._clock is not None:
+                self._clock.collect()
+            logits: torch.Tensor = output.logits[0]
+            return (logits,) if rows is not None else (logits, *largest_of_rows(logits))
+
+        with cut_layers(self._model, self.pool.cut if self._waited_for else None):
+            captured, found = self.pool.capture(forward, _WARM_UPS)
+        logits, *greedy = map(unowned, found)
+        best = (greedy[0], greedy[1]) if greedy else None
+        return _Graph(captured, inputs, ModelOutput(logits, best, inputs[0]), rows, others)
+
+
+def _first(graph: _Graph, count: int) -> ModelOutput:
+    """What a replayed step has found for its first rows."""
+    logits, greedy = graph.output.logits[:count], graph.output.greedy
+    if greedy is None:
+        return ModelOutput(logits)
+    best, tokens = greedy
+    return ModelOutput(logits, (best[:count], tokens[:count]), graph.inputs[0, :count])
