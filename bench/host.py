@@ -95,7 +95,7 @@ class HostRunner:
         return [Sampled(7) for _ in step.sampled]
 
     def execute_async(self, step: Step, previous: PendingStep | None) -> PendingStep | None:
-        """Do the host's part of DecodeGraphs.run(); see CudaBackend.host_layout()."""
+        """Do the host's part of GraphSet.run(); see CudaBackend.host_layout()."""
         if not step.samples_each:
             return None
         with self.timed("batch"):

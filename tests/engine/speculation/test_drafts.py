@@ -249,7 +249,7 @@ def test_what_it_has_computed_counts_until_blocks_are_handed_out_anew() -> None:
     blocks.release(one.blocks)
     blocks.grow(third.blocks, 16)
     assert speculator.state(third).computed == 0
-    assert SHORT_LAG < 64  # what VerifyGraphs compute of one sequence
+    assert SHORT_LAG < 64  # what graphs of drafted tokens compute of one sequence
 
 
 def test_the_tokenizers_must_be_the_same(embedded_folder: Path, tmp_path: Path) -> None:

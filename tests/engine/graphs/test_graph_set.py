@@ -1,0 +1,214 @@
+"""Graphs of every kind of step, captured and replayed without a GPU: they compute what the model does without graphs.
+
+What stands for a graph is the function that was captured, which runs again at each replay and leaves its results where the
+first run left them. So it reads what a graph reads: the inputs and the layout that the latest plan has written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from server.config import EngineConfig
+from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
+from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, GraphBackend
+from server.engine.runtime.batch import Batch, Span, Spans
+from server.engine.runtime.graphs import graph_set
+from server.engine.runtime.graphs.graph_set import GraphSet, Tokens, chunk_sizes
+from server.engine.runtime.graphs.invariant import run_in_groups
+from server.engine.runtime.graphs.pool import CapturedStep
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.preparation.assembly import build_runner
+from tests.engine.graphs.test_graph_inputs import PoolOnHost
+from tests.engine.models import tiny_model
+
+BLOCK, VOCABULARY = 4, 64
+ROOM = 20
+"""KV blocks that each sequence of a step has room for."""
+
+
+class Again(CapturedStep):
+    def __init__(self, forward: Callable[[], tuple[torch.Tensor, ...]], results: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self._forward, self._results = forward, results
+
+    def replay(self) -> None:
+        for result, found in zip(self._results, self._forward(), strict=True):
+            result.copy_(found)
+
+
+class Pool(PoolOnHost):
+    """Its captures compute again what was captured."""
+
+    def new_inputs(self, size: int) -> torch.Tensor:
+        self._pinned[size] = [
+            (tensor := torch.zeros(4, size, dtype=torch.int64), tensor.numpy()) for _ in range(PLANS_AHEAD)
+        ]
+        inputs = torch.zeros(3, size, dtype=torch.int64)
+        inputs[2] = self._scratch_slot
+        return inputs
+
+    def capture(self, forward: Callable[[], Any], warm_ups: int) -> tuple[CapturedStep, Any]:
+        results = forward()
+        return Again(forward, results), results
+
+
+class Backend(GraphBackend):
+    """Attends by a backend of steps without graphs, over the layout that was planned last."""
+
+    def __init__(self, inner: AttentionBackend, scratch_block: int) -> None:
+        self._inner = inner
+        self.scratch_block = scratch_block
+        self._planned = Spans.of([])
+
+    def set_up_graphs(self, *_: object) -> None:
+        raise AssertionError
+
+    def plan_decode_graph(self, spans: Spans, size: int, shared: bool = False) -> None:
+        padding = [Span(0, 0, 1, (self.scratch_block,))] * (size - len(spans))
+        self._planned = Spans.of([*spans, *padding])
+
+    def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
+        self._begin(slots)
+
+    def plan_mixed_graph(self, spans: Spans, size: int, sequences: int) -> object:
+        left = size - int(spans.lengths.sum())
+        padding = [Span(0, 0, left, (self.scratch_block,) * -(-left // BLOCK))] if left else []
+        self._planned = Spans.of([*spans, *padding])
+        return sequences
+
+    def begin_mixed_graph(self, slots: torch.Tensor, plan: object) -> None:
+        assert isinstance(plan, int)
+        self._begin(slots)
+
+    def _begin(self, slots: torch.Tensor) -> None:
+        spans = self._planned
+        singles = 0
+        while singles < len(spans) and spans.lengths[singles] == 1:
+            singles += 1
+        self._inner.begin(Batch(slots, slots, slots, slots, spans, singles))
+
+    def begin(self, batch: Batch) -> None:
+        raise AssertionError
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        return self._inner.attend(layer, query, key, value, options)
+
+
+@pytest.fixture
+def paged(monkeypatch: pytest.MonkeyPatch) -> PagedModel:
+    monkeypatch.setattr(graph_set, "unowned", lambda tensor: tensor)
+    config = EngineConfig(block_size=BLOCK, kv_cache_bytes=2**20, max_num_batched_tokens=256, enforce_eager=True)
+    paged = build_runner(tiny_model("llama", vocab_size=VOCABULARY), config)._paged
+    paged.small_steps = None
+    return paged
+
+
+def captured(paged: PagedModel, tokens: Tokens, sizes: list[int], **options: Any) -> GraphSet:
+    scratch = 90
+    pool = Pool()
+    pool._scratch_slot, pool._padding[2] = scratch * BLOCK, scratch * BLOCK
+    graphs = GraphSet(paged.model, Backend(paged.backend, scratch), BLOCK, None, tokens, pool=pool, **options)
+    with torch.inference_mode():
+        graphs.capture(sizes, lambda *_: None)
+    return graphs
+
+
+def make_batch(paged: PagedModel, seed: int, parts: list[tuple[int, int]], every_row: bool) -> Batch:
+    """A step of parts (start, length), each a sequence whose tokens up to start are in the cache."""
+    chance = random.Random(seed)
+    spans, ids, positions, slots, last = [], list[int](), list[int](), list[int](), []
+    for number, (start, length) in enumerate(parts):
+        blocks = range(ROOM * number, ROOM * number - (-(start + length) // BLOCK))
+        spans.append(Span(len(ids), start, length, blocks))
+        if start:
+            before = torch.tensor([chance.randrange(VOCABULARY) for _ in range(start)])
+            own = Spans.of([Span(0, 0, start, blocks[: -(-start // BLOCK)])])
+            at = torch.arange(start)
+            paged.run(Batch(before, at, at + blocks[0] * BLOCK, at[-1:], own, int(start == 1)))
+        ids += [chance.randrange(VOCABULARY) for _ in range(length)]
+        positions += range(start, start + length)
+        slots += [blocks[0] * BLOCK + place for place in range(start, start + length)]
+        last.append(len(ids) - 1)
+    wanted = list(range(len(ids))) if every_row else last
+    singles = sum(length == 1 for _, length in parts)
+    return Batch(*map(torch.tensor, (ids, positions, slots, wanted)), Spans.of(spans), singles)
+
+
+DECODE = [[(5, 1)], [(7, 1), (2, 1), (12, 1)], [(3, 1), (9, 1)]]
+DRAFTED = [[(6, 1), (5, 3)], [(8, 4)], [(2, 1), (3, 2), (9, 3)]]
+CHUNKS = [[(0, 7)], [(0, 30), (4, 34)], [(9, 1), (3, 1), (4, 11), (0, 5)], [(2, 65), (0, 20)]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "steps"),
+    [
+        (Tokens.NEWEST, [1, 2, 4], DECODE),
+        (Tokens.DRAFTED, [2, 4, 8], DRAFTED),
+        (Tokens.CHUNKS, chunk_sizes(100), CHUNKS),
+    ],
+)
+@torch.inference_mode()
+def test_replays_compute_what_steps_without_graphs_do(
+    paged: PagedModel, tokens: Tokens, sizes: list[int], steps: list[list[tuple[int, int]]]
+) -> None:
+    graphs = captured(paged, tokens, sizes, max_num_seqs=6)
+    assert graphs.sizes == sizes
+    for seed, parts in enumerate(steps):
+        batch = make_batch(paged, seed, parts, tokens is Tokens.DRAFTED)
+        assert graphs.fits(batch)
+        # The graph first, so that the other run's keys and values cannot stand in for its own.
+        output = graphs.run(batch)
+        expected = paged.run(batch)
+        torch.testing.assert_close(output.logits.float(), expected, rtol=1e-4, atol=1e-5)
+        if tokens is not Tokens.CHUNKS:
+            assert output.greedy is not None
+            assert torch.equal(output.greedy[1], expected.argmax(-1))
+    assert graphs.pool.replays == len(steps)
+
+
+@torch.inference_mode()
+def test_tokens_of_any_batch_in_groups_are_the_models(paged: PagedModel) -> None:
+    graphs = captured(paged, Tokens.NEWEST, [32])
+    batch = make_batch(paged, 3, [(7, 1), (5, 34)], every_row=False)
+    logits = torch.empty(2, VOCABULARY)
+    run_in_groups(batch, lambda group: graphs.run(group).logits, BLOCK, logits)
+    torch.testing.assert_close(logits, paged.run(batch), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parts", "every_row", "fits"),
+    [
+        (Tokens.NEWEST, [(5, 1)] * 4, False, True),
+        (Tokens.NEWEST, [(5, 1)] * 5, False, False),
+        (Tokens.NEWEST, [(5, 1), (5, 2)], False, False),
+        (Tokens.DRAFTED, [(5, 1), (5, 3)], True, True),
+        (Tokens.DRAFTED, [(5, 1), (5, 3)], False, False),
+        (Tokens.DRAFTED, [(5, 5)], True, False),
+        (Tokens.CHUNKS, [(5, 1), (0, 3)], False, True),
+        (Tokens.CHUNKS, [(5, 1), (5, 1), (0, 2)], False, False),
+        (Tokens.CHUNKS, [(0, 3)], True, False),
+        (Tokens.CHUNKS, [(0, 5)], False, False),
+    ],
+)
+def test_a_step_fits_the_graphs_that_compute_all_it_asks_for(
+    tokens: Tokens, parts: list[tuple[int, int]], every_row: bool, fits: bool
+) -> None:
+    """Graphs of up to 4 tokens, with chunks of up to 2 sequences."""
+    graphs = GraphSet.__new__(GraphSet)
+    vars(graphs).update(tokens=tokens, _graphs=dict.fromkeys((2, 4)), _largest=4, _max_num_seqs=2)
+    spans = Spans.of(Span(0, start, length, range(3)) for start, length in parts)
+    count = int(spans.lengths.sum())
+    rows = torch.arange(count) if every_row else torch.arange(len(parts))
+    batch = Batch(*[torch.zeros(count, dtype=torch.int64)] * 3, rows, spans, sum(length == 1 for _, length in parts))
+    assert graphs.fits(batch) == fits
+    if tokens is Tokens.CHUNKS:
+        adapted = Spans.of(replace(span, adapter=1) for span in spans)
+        assert not graphs.fits(replace(batch, spans=adapted))
