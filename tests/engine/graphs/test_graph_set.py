@@ -175,6 +175,21 @@ def test_replays_compute_what_steps_without_graphs_do(
 
 
 @torch.inference_mode()
+def test_a_step_with_adapters_has_a_graph_that_is_told_whose_they_are(paged: PagedModel) -> None:
+    graphs = captured(paged, Tokens.NEWEST, [2, 4], adapter_slots=2)
+    batch = make_batch(paged, 1, [(7, 1), (2, 1), (12, 1)], every_row=False)
+    adapted = Spans.of(replace(span, adapter=slot) for span, slot in zip(batch.spans, (1, None, 0), strict=True))
+    expected = paged.run(batch)
+    for spans, others in ((batch.spans, None), (adapted, [[1, 0], [1, 1], [0, 1], [1, 1]]), (batch.spans, None)):
+        # The model has no adapters, so both graphs compute the same.
+        logits = graphs.run(replace(batch, spans=spans)).logits
+        torch.testing.assert_close(logits.float(), expected, rtol=1e-4, atol=1e-5)
+        assert graphs._last is not None
+        found = graphs._last.others
+        assert (None if found is None else found.int().tolist()) == others
+
+
+@torch.inference_mode()
 def test_tokens_of_any_batch_in_groups_are_the_models(paged: PagedModel) -> None:
     graphs = captured(paged, Tokens.NEWEST, [32])
     batch = make_batch(paged, 3, [(7, 1), (5, 34)], every_row=False)
