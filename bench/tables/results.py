@@ -22,6 +22,7 @@ NAMES = {
     "gpt-oss-20b": "gpt-oss-20b",
     "qwen3.5-9b": "Qwen3.5-9B",
     "qwen3.5-27b": "Qwen3.5-27B",
+    "qwen3.6-35b-a3b": "Qwen3.6-35B-A3B",
 }
 Result = dict[str, Any]
 
