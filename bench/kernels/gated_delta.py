@@ -25,7 +25,7 @@ from torch import Tensor
 from bench.machine import current_commit, gpu_in_file_names
 from nf4_kernels.gated_delta_params import GatedDelta
 from server.engine.runtime.layers import delta_chunks
-from server.engine.runtime.layers.delta_layout import layout
+from server.engine.runtime.layers.delta_layout import layout, max_tokens
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODELS = {"Qwen3.5-27B": (16, 48), "Qwen3.5-9B": (16, 32)}
@@ -148,7 +148,7 @@ def prompt_row(model: str, sequences: int, tokens: int) -> Row:
     p = layer(MODELS[model], sequences * tokens, sequences)
     slots = torch.arange(sequences, dtype=torch.int32, device="cuda")
     has_state = torch.zeros(sequences, dtype=torch.bool, device="cuda")
-    at = layout(p, [tokens] * sequences, slots, has_state)
+    at = layout(max_tokens(p), [tokens] * sequences, slots, has_state)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * tokens
 
     def by_fla() -> None:
@@ -179,7 +179,7 @@ def first_call() -> float:
     p = layer(MODELS["Qwen3.5-27B"], 100, 1)
     slots, has_state = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.ones(1, dtype=torch.bool, device="cuda")
     began = time.perf_counter()
-    delta_chunks.chunks(p, layout(p, [100], slots, has_state))
+    delta_chunks.chunks(p, layout(max_tokens(p), [100], slots, has_state))
     torch.cuda.synchronize()
     return time.perf_counter() - began
 

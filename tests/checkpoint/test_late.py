@@ -131,6 +131,7 @@ def test_a_launch_reads_rows_of_the_host() -> None:
     )
 
 
+@pytest.mark.gpu
 def test_a_gpu_reads_an_embedding_in_host_memory(tmp_path: Path) -> None:
     """In eager steps and in graphs, with async scheduling."""
     config_of("llama", **LLAMA | {"hidden_size": 256, "num_attention_heads": 4}).save_pretrained(tmp_path)

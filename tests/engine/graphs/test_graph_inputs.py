@@ -14,7 +14,7 @@ import torch
 
 from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, GraphBackend, HostLayout
 from server.engine.runtime.batch import Batch, Span, Spans
-from server.engine.runtime.graphs.graph_set import GraphSet, Tokens, _Graph
+from server.engine.runtime.graphs.graph_set import Form, GraphSet, Tokens, _Graph
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.sampler import ModelOutput
@@ -98,7 +98,7 @@ def make_graphs(*sizes: int) -> tuple[GraphSet, PoolOnHost, list[int]]:
         inputs, logits = torch.full((3, size), -7), torch.zeros(size, VOCABULARY)
         best, tokens = torch.zeros(size), torch.zeros(size, dtype=torch.int64)
         step = Replayed({"inputs": inputs, "logits": logits, "best": best, "tokens": tokens})
-        graphs._graphs[size] = _Graph(step, inputs, ModelOutput(logits, (best, tokens), inputs[0]))
+        graphs._graphs[Form(size)] = _Graph(step, inputs, ModelOutput(logits, (best, tokens), inputs[0]))
     return graphs, pool, planned
 
 

@@ -19,11 +19,12 @@ from server.engine.runtime.attention.base import AttentionBackend, AttentionOpti
 from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, GraphBackend
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs import graph_set
-from server.engine.runtime.graphs.graph_set import GraphSet, Tokens, chunk_sizes
+from server.engine.runtime.graphs.graph_set import Form, GraphSet, Tokens, chunk_sizes
 from server.engine.runtime.graphs.invariant import run_in_groups
 from server.engine.runtime.graphs.pool import CapturedStep
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
+from server.engine.runtime.preparation.trial_steps import TrialSteps
 from tests.engine.graphs.test_graph_inputs import PoolOnHost
 from tests.engine.models import tiny_model
 
@@ -175,6 +176,24 @@ def test_replays_compute_what_steps_without_graphs_do(
 
 
 @torch.inference_mode()
+def test_chunks_go_on_from_the_states_that_graphs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_set, "unowned", lambda tensor: tensor)
+    config = EngineConfig(block_size=BLOCK, kv_cache_bytes=2**20, max_num_batched_tokens=512, enforce_eager=True)
+    paged = build_runner(tiny_model("qwen3_5_text", vocab_size=VOCABULARY), config)._paged
+    assert paged.states is not None
+    pool, steps = paged.states.pool, TrialSteps(paged)
+    graphs = captured(paged, Tokens.CHUNKS, [64], max_num_seqs=6, states=pool)
+    assert not graphs.fits(steps.first_chunk(65))
+    expected = steps.run(50)
+    for ends in ((50,), (3, 50), (17, 44, 50)):
+        for end, part in zip(ends, steps.in_chunks(*ends), strict=True):
+            last = replace(part, sampled_rows=part.sampled_rows[-1:])
+            assert graphs.fits(last)
+            logits = graphs.run(last).logits
+            torch.testing.assert_close(logits.float(), expected[end - 1 : end], rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
 def test_a_step_with_adapters_has_a_graph_that_is_told_whose_they_are(paged: PagedModel) -> None:
     graphs = captured(paged, Tokens.NEWEST, [2, 4], adapter_slots=2)
     batch = make_batch(paged, 1, [(7, 1), (2, 1), (12, 1)], every_row=False)
@@ -218,7 +237,8 @@ def test_a_step_fits_the_graphs_that_compute_all_it_asks_for(
 ) -> None:
     """Graphs of up to 4 tokens, with chunks of up to 2 sequences."""
     graphs = GraphSet.__new__(GraphSet)
-    vars(graphs).update(tokens=tokens, _graphs=dict.fromkeys((2, 4)), _largest=4, _max_num_seqs=2)
+    vars(graphs).update(tokens=tokens, _graphs=dict.fromkeys(map(Form, (2, 4))), _largest=4)
+    vars(graphs).update(_max_num_seqs=2, _states=None)
     spans = Spans.of(Span(0, start, length, range(3)) for start, length in parts)
     count = int(spans.lengths.sum())
     rows = torch.arange(count) if every_row else torch.arange(len(parts))

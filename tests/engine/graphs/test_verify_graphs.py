@@ -15,7 +15,7 @@ from server.config import EngineConfig
 from server.engine.runtime.batch import Batch, batch_of, token_batch
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs.cuts import cut_layers
-from server.engine.runtime.graphs.graph_set import GraphSet, Tokens
+from server.engine.runtime.graphs.graph_set import Form, GraphSet, Tokens
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.launched_step import Launch
 from server.engine.runtime.paged_model import PagedModel
@@ -37,7 +37,7 @@ class UncapturedGraphs(GraphSet):
 
     def __init__(self, paged: PagedModel) -> None:
         self._paged = paged
-        self._graphs = dict.fromkeys((2, 4))  # type: ignore[assignment]
+        self._graphs = dict.fromkeys(map(Form, (2, 4)))  # type: ignore[assignment]
         self.tokens, self._largest = Tokens.DRAFTED, 4
         self.replayed: list[int] = []
 
@@ -127,8 +127,8 @@ def test_draft_tokens_that_only_the_device_knows_are_those_of_their_sequences(fi
     columns = [torch.tensor(column) for column in ([8, 7], [9], [10])[: len(drafts["r6"])]]
     step = drafted(sequences, {name: [PLACEHOLDER] * len(own) for name, own in drafts.items()})
     step.unread = LaunchedDrafts([sequences[2], sequences[1]], columns)
-    graphs._graphs = dict.fromkeys((2, 4, 6))  # type: ignore[assignment]
-    graphs._graphs = graphs._graphs if fits else dict.fromkeys((2, 4))  # type: ignore[assignment]
+    graphs._graphs = dict.fromkeys(map(Form, (2, 4, 6)))  # type: ignore[assignment]
+    graphs._graphs = graphs._graphs if fits else dict.fromkeys(map(Form, (2, 4)))  # type: ignore[assignment]
     launched = runner.execute_async(step, None)
     assert (launched is not None) == fits
     found = runner.execute(step) if launched is None else launched.read()

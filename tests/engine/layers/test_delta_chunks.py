@@ -29,13 +29,15 @@ def test_pieces_cover_all_rows_in_order() -> None:
         (128, [(2, 2, True), (3, 126, False)]),
         (256, [(3, 44, True)]),
     ]
-    at = delta_layout.layout(p, [100, 0, 30, 170], indices(3, 2, 1, -1), flags(False, True, False, True))
+    at = delta_layout.layout(
+        delta_layout.max_tokens(p), [100, 0, 30, 170], indices(3, 2, 1, -1), flags(False, True, False, True)
+    )
     assert [(piece.begin, piece.end) for piece in at.pieces] == [(0, 300)]
     assert at.pieces[0].bounds.tolist() == [0, 100, 130, 300]
     assert at.pieces[0].chunks.tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1], [2, 2]]
     assert at.pieces[0].slots.tolist() == [3, 1, -1]
     assert at.pieces[0].has_state.tolist() == [False, False, True]
-    assert delta_layout.layout(p, [], indices(), flags()).pieces == []
+    assert delta_layout.layout(delta_layout.max_tokens(p), [], indices(), flags()).pieces == []
 
 
 def test_the_largest_model_stays_below_the_bound() -> None:
@@ -73,7 +75,9 @@ def check_chunks(layer: Layer, bound: float) -> None:
     for x in inputs:
         x[starts[2] : starts[3]] = x[starts[-1] :] = float("nan")
     p = _of(layer, inputs)
-    at = delta_layout.layout(p, lengths, indices(*slots, device=device), flags(*has_state, device=device))
+    at = delta_layout.layout(
+        delta_layout.max_tokens(p), lengths, indices(*slots, device=device), flags(*has_state, device=device)
+    )
     out = delta_chunks.chunks(p, at)
     assert not out[starts[-1] :].any()
     for i, slot in enumerate(slots):

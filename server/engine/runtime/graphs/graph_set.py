@@ -5,10 +5,11 @@ Launching a step's kernels one by one takes the host longer than the device need
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -31,6 +32,10 @@ DRAFT_SIZES = (2, 4, 8, 16, 32, 64)
 """Tokens of steps with draft tokens. GEMMs cost the same for one token as for eight, and little more for 16."""
 _CHUNK_SIZES = (64, 128, 192, 256, 384, 512)
 # Beyond these sizes the device takes as long as the host takes to launch the kernels.
+_LONG_CHUNK_SIZES = (384, 512, 1024)
+# The same of steps with a chunk that layers with states compute by other kernels, which the host launches for longer.
+_LONG_SEQUENCES = 8
+# Sequences of such a step: the states of all of them are copied, those of padding, too.
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -45,7 +50,25 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 def chunk_sizes(max_tokens: int) -> list[int]:
     """Tokens of the graphs that steps with chunks of up to max_tokens tokens need."""
-    return [size for size, smaller in zip(_CHUNK_SIZES, (0, *_CHUNK_SIZES), strict=False) if smaller < max_tokens]
+    return _needed(_CHUNK_SIZES, max_tokens)
+
+
+def long_chunk_sizes(max_tokens: int) -> list[int]:
+    """chunk_sizes() of steps with a chunk that layers with states compute by other kernels."""
+    return _needed(_LONG_CHUNK_SIZES, max_tokens)
+
+
+def _needed(sizes: Sequence[int], max_tokens: int) -> list[int]:
+    return [size for size, smaller in zip(sizes, (0, *sizes), strict=False) if smaller < max_tokens]
+
+
+class Form(NamedTuple):
+    """The form of a graph."""
+
+    size: int
+    """Tokens; steps of fewer are padded."""
+    is_long: bool = False
+    """Whether layers with states compute the step by the kernels of long chunks; see StatePool.is_long()."""
 
 
 class Tokens(Enum):
@@ -104,29 +127,33 @@ class GraphSet:
         self._adapter_slots = adapter_slots
         self._waited_for = waited_for
         self._states = states
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[Form, _Graph] = {}
         # Steps in which a sequence has an adapter have graphs of their own, so that the others pay nothing for adapters.
-        self._adapted: dict[int, _Graph] = {}
+        self._adapted: dict[Form, _Graph] = {}
         self._largest = 0
         self.pool = GraphPool(model.device, backend.scratch_block * block_size) if pool is None else pool
         """Captures and replays these graphs; other graphs may share it."""
         self._last: _Graph | None = None
 
-    def capture(self, sizes: list[int], progress: Progress) -> None:
-        """Capture for each number of tokens, the largest first because the others share its memory."""
-        for done, size in enumerate(sorted(sizes, reverse=True)):
-            progress(f"capturing {self.tokens.value}: {size}", done / len(sizes))
-            self._graphs[size] = self._capture_one(size, None)
-            if self._adapter_slots:
-                others = torch.ones(size, self._adapter_slots, dtype=torch.bool, device=self._model.device)
-                self._adapted[size] = self._capture_one(size, others)
-        self._largest = max(sizes)
+    def capture(self, sizes: Iterable[int], progress: Progress, long_sizes: Iterable[int] = ()) -> None:
+        """Capture for each number of tokens, the largest first because the others share its memory.
+
+        long_sizes: of the steps with long chunks of layers with states.
+        """
+        forms = [*map(Form, sizes), *(Form(size, True) for size in long_sizes)]
+        for done, form in enumerate(sorted(forms, reverse=True)):
+            progress(f"capturing {self.tokens.value}: {form.size}", done / len(forms))
+            self._graphs[form] = self._capture_one(form, None)
+            if self._adapter_slots and self.tokens is not Tokens.CHUNKS:
+                others = torch.ones(form.size, self._adapter_slots, dtype=torch.bool, device=self._model.device)
+                self._adapted[form] = self._capture_one(form, others)
+        self._largest = max(form.size for form in forms)
         progress(f"capturing {self.tokens.value}", 1.0)
 
     @property
     def sizes(self) -> list[int]:
         """The numbers of tokens that have a graph."""
-        return sorted(self._graphs)
+        return sorted({form.size for form in self._graphs})
 
     def fits(self, batch: Batch) -> bool:
         """Whether a graph is large enough for batch, and computes all that is asked for."""
@@ -139,7 +166,8 @@ class GraphSet:
             case Tokens.DRAFTED:
                 return torch.equal(wanted, torch.arange(count))
             case Tokens.CHUNKS:
-                sequences = self._sequences(self._size(count))
+                form = self._form(batch)
+                sequences = 0 if form is None else self._sequences(form)
                 return len(batch.spans) <= sequences and wanted.shape[0] <= sequences and not batch.spans.adapted
 
     def run(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> ModelOutput:
@@ -162,64 +190,78 @@ class GraphSet:
         self.pool.replay(last.step)
         return _first(last, len(newest))
 
-    def _size(self, tokens: int) -> int:
-        return min(size for size in self._graphs if size >= tokens)
+    def _form(self, batch: Batch) -> Form | None:
+        """The form of the smallest graph that has room for batch's tokens."""
+        is_long = self.tokens is Tokens.CHUNKS and self._states is not None and self._states.is_long(batch.spans)
+        fitting = (form for form in self._graphs if form.is_long == is_long and form.size >= batch.num_tokens)
+        return min(fitting, default=None)
 
-    def _sequences(self, size: int) -> int:
-        return min(size, self._max_num_seqs) if self.tokens is Tokens.CHUNKS else size
+    def _sequences(self, form: Form) -> int:
+        if self.tokens is not Tokens.CHUNKS:
+            return form.size
+        return min(form.size, self._max_num_seqs, _LONG_SEQUENCES if form.is_long else form.size)
 
     def _filled(self, batch: Batch, newest: torch.Tensor | None, source: list[int] | None) -> _Graph:
         """The graph that fits batch, which is laid out for it."""
-        count = batch.num_tokens
-        size = self._size(count)
-        graph = (self._adapted if batch.spans.adapted else self._graphs)[size]
+        count, form = batch.num_tokens, self._form(batch)
+        assert form is not None
+        graph = (self._adapted if batch.spans.adapted else self._graphs)[form]
         if graph.others is not None:
             graph.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
             graph.others[count:] = True
         if graph.sampled_rows is not None:
             rows = to_device(batch.sampled_rows.numpy(), graph.sampled_rows.device)
             graph.sampled_rows[: len(rows)].copy_(rows)
-        plan = partial(self._plan, batch.spans, size)
+        plan = partial(self._plan, batch.spans, form)
         self.pool.fill(graph.inputs, plan, (batch.ids, batch.positions, batch.slots), newest, source)
         return graph
 
-    def _plan(self, spans: Spans, size: int) -> HostLayout | None:
+    def _plan(self, spans: Spans, form: Form) -> HostLayout | None:
         """Lay out a step, as GraphBackend.host_layout() does, and its states."""
+        self._plan_states(spans, form)
         if self.tokens is Tokens.CHUNKS:
-            self._backend.plan_mixed_graph(spans, size, self._sequences(size))
+            self._backend.plan_mixed_graph(spans, form.size, self._sequences(form))
             return None
-        if self._states is not None:
-            self._states.plan_decode_graph(spans, size)
-        return self._backend.host_layout(spans, size, self.tokens is Tokens.DRAFTED)
+        return self._backend.host_layout(spans, form.size, self.tokens is Tokens.DRAFTED)
 
-    def _plan_capture(self, size: int) -> Any:
+    def _plan_states(self, spans: Spans, form: Form) -> None:
+        if self._states is None:
+            return
+        if self.tokens is Tokens.CHUNKS:
+            self._states.plan_chunks_graph(spans, form.size, self._sequences(form))
+        else:
+            self._states.plan_decode_graph(spans, form.size)
+
+    def _plan_capture(self, form: Form) -> Any:
         """Lay out the step that is captured: padding, or a chunk of padding; the backend's plan of chunks."""
         # The capture before has waited for the device, and so for the copies of the plan before.
+        size = form.size
+        self._plan_states(Spans.of([]), form)
         if self.tokens is Tokens.CHUNKS:
             scratch = (self._backend.scratch_block,) * -(-size // self._block_size)
-            return self._backend.plan_mixed_graph(Spans.of([Span(0, 0, size, scratch)]), size, self._sequences(size))
+            return self._backend.plan_mixed_graph(Spans.of([Span(0, 0, size, scratch)]), size, self._sequences(form))
         self._backend.plan_decode_graph(Spans.of([]), size, self.tokens is Tokens.DRAFTED)
-        if self._states is not None:
-            self._states.plan_decode_graph(Spans.of([]), size)
         return None
 
-    def _begin(self, slots: torch.Tensor, plan: Any) -> None:
+    def _begin(self, slots: torch.Tensor, form: Form, plan: Any) -> None:
         if self.tokens is Tokens.CHUNKS:
             self._backend.begin_mixed_graph(slots, plan)
+            if self._states is not None:
+                self._states.begin_chunks_graph(form.size, self._sequences(form), form.is_long)
             return
         self._backend.begin_decode_graph(slots, self.tokens is Tokens.DRAFTED)
         if self._states is not None:
-            self._states.begin_decode_graph(len(slots))
+            self._states.begin_decode_graph(form.size)
 
-    def _capture_one(self, size: int, others: torch.Tensor | None) -> _Graph:
-        inputs, rows, kept = self.pool.new_inputs(size), None, {}
+    def _capture_one(self, form: Form, others: torch.Tensor | None) -> _Graph:
+        inputs, rows, kept = self.pool.new_inputs(form.size), None, {}
         if self.tokens is Tokens.CHUNKS:
-            rows = torch.zeros(self._sequences(size), dtype=torch.int64, device=self._model.device)
+            rows = torch.zeros(self._sequences(form), dtype=torch.int64, device=self._model.device)
             kept = {"logits_to_keep": rows}
-        plan = self._plan_capture(size)
+        plan = self._plan_capture(form)
 
         def forward() -> tuple[torch.Tensor, ...]:
-            self._begin(inputs[2], plan)
+            self._begin(inputs[2], form, plan)
             with attending(self._backend), adding_masked(others):
                 output: Any = self._model(input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False, **kept)
             if self._clock is not None:

@@ -18,8 +18,9 @@ import torch
 
 from nf4_kernels.gated_delta_params import GatedDelta
 from server.engine.runtime.layers.delta_layout import Layout, Piece
+from server.engine.runtime.states.kinds import LONG_CHUNK
 
-MIN_LENGTH = 256
+MIN_LENGTH = LONG_CHUNK
 """Tokens of the longest chunk from which on fla is used. Its launches take the host 0.8 ms, and ours is a single one."""
 _CONFIGS = Path(__file__).with_name("fla_configs")
 # fla reads these when it is imported.

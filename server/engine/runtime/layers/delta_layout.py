@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nf4_kernels.gated_delta_params import GatedDelta
+from server.engine.runtime.states.pool import StateStep
 
 CHUNK = 64
 """Tokens that a program of the convolution takes, and a chunk of the rule has."""
@@ -45,15 +46,31 @@ class Layout:
         return self.pieces[-1].end if self.pieces else 0
 
 
-def layout(p: GatedDelta, lengths: Sequence[int], slots: torch.Tensor, has_state: torch.Tensor) -> Layout:
-    """The layout of chunks of these lengths, which lie one after the other; slots and has_state are on the device."""
-    return layout_within(max_tokens(p), lengths, slots, has_state)
+def layout(max_rows: int, lengths: Sequence[int], slots: torch.Tensor, has_state: torch.Tensor) -> Layout:
+    """The layout of chunks of these lengths, which lie one after the other, in pieces of up to max_rows rows or one CHUNK.
 
-
-def layout_within(most: int, lengths: Sequence[int], slots: torch.Tensor, has_state: torch.Tensor) -> Layout:
-    """The same, with pieces of up to `most` rows, or of one CHUNK."""
-    pieces = [_piece(begin, parts, slots, has_state) for begin, parts in _cut(lengths, max(CHUNK, most)) if parts]
+    slots and has_state are on the device.
+    """
+    pieces = [_piece(begin, parts, slots, has_state) for begin, parts in _cut(lengths, max(CHUNK, max_rows)) if parts]
     return Layout(pieces, max(lengths, default=0))
+
+
+def layout_of(step: StateStep, tokens: int, max_rows: int) -> Layout:
+    """layout() of a step's chunks, which have T = `tokens` rows. That of a graph is one piece."""
+    if step.is_captured:
+        return Layout([_captured(step, tokens)], step.longest)
+    return layout(max_rows, step.lengths, step.chunks, step.has_state)
+
+
+def _captured(step: StateStep, tokens: int) -> Piece:
+    """All chunks of a graph, whose lengths are on the device. Surplus entries of `chunks` lie beyond a sequence's end."""
+    bounds = step.query_start_loc.long()
+    counts = (bounds.diff() + (CHUNK - 1)) // CHUNK
+    ends = counts.cumsum(0)
+    entry = torch.arange(tokens // CHUNK + len(counts), device=bounds.device)
+    sequence = torch.searchsorted(ends, entry, right=True).clamp(max=len(counts) - 1)
+    chunks = torch.stack((sequence, entry - (ends - counts)[sequence]), 1)
+    return Piece(0, tokens, bounds, chunks, step.chunks, step.has_state)
 
 
 @dataclass(frozen=True)
@@ -65,11 +82,11 @@ class Singles:
     has_state: torch.Tensor
 
     @classmethod
-    def of(cls, most: int, device: torch.device) -> Singles:
-        """For up to `most` sequences."""
-        bounds = torch.arange(most + 1, device=device)
+    def of(cls, max_sequences: int, device: torch.device) -> Singles:
+        """For up to max_sequences sequences."""
+        bounds = torch.arange(max_sequences + 1, device=device)
         chunks = torch.stack((bounds[:-1], torch.zeros_like(bounds[:-1])), 1)
-        return cls(bounds, chunks, torch.ones(most, dtype=torch.bool, device=device))
+        return cls(bounds, chunks, torch.ones(max_sequences, dtype=torch.bool, device=device))
 
     def piece(self, slots: torch.Tensor) -> Piece:
         """The piece of sequences at these slots, all of which go on."""
@@ -86,16 +103,16 @@ def max_tokens(p: GatedDelta) -> int:
     return int(MAX_LIVE_BYTES / (elements * width + heads * 12)) // CHUNK * CHUNK
 
 
-def _cut(lengths: Sequence[int], most: int) -> Iterator[tuple[int, list[tuple[int, int, bool]]]]:
-    """Pieces of at most `most` rows: the first row, and (sequence, tokens, whether it goes on) of each of its chunks."""
-    begin, room = 0, most
+def _cut(lengths: Sequence[int], max_rows: int) -> Iterator[tuple[int, list[tuple[int, int, bool]]]]:
+    """Pieces of at most max_rows rows: the first row, and (sequence, tokens, whether it goes on) of each of its chunks."""
+    begin, room = 0, max_rows
     parts: list[tuple[int, int, bool]] = []
     for sequence, length in enumerate(lengths):
         done = 0
         while done < length:
             if not room:
                 yield begin, parts
-                begin, room, parts = begin + most, most, []
+                begin, room, parts = begin + max_rows, max_rows, []
             taken = min(room, length - done)
             parts.append((sequence, taken, done > 0))
             done, room = done + taken, room - taken

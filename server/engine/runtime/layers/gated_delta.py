@@ -125,10 +125,10 @@ class GatedDelta(StateMixer):
 
     def _chunks(self, own: _Arguments, step: StateStep) -> torch.Tensor:
         p = Tensors(*own, self.rule.key_heads)
-        if delta_chunks.takes(p, max(step.lengths, default=0)):
+        if delta_chunks.takes(p, step.longest):
             kind = self.rule.kind
             if kind not in step.shared:
-                step.shared[kind] = delta_layout.layout(p, step.lengths, step.chunks, step.has_state)
+                step.shared[kind] = delta_layout.layout_of(step, p.qkv.shape[0], delta_layout.max_tokens(p))
             return delta_chunks.chunks(p, step.shared[kind])
         indices = step.query_start_loc, step.chunks, step.has_state
         y: torch.Tensor = torch.ops.nf4.gated_delta_chunks(*own, *indices, self.rule.key_heads)

@@ -115,8 +115,7 @@ class Mamba2Mixer(StateMixer):
             return mamba2.run(p, Sequences(step.chunks, step.query_start_loc, step.has_state))
         kind = self.rule.kind
         if kind not in step.shared:
-            most = mamba2_cuda.max_tokens(p)
-            step.shared[kind] = delta_layout.layout_within(most, step.lengths, step.chunks, step.has_state)
+            step.shared[kind] = delta_layout.layout_of(step, p.xbc.shape[0], mamba2_cuda.max_tokens(p))
         return mamba2_cuda.chunks(p, step.shared[kind])
 
     def _tensors(self, columns: torch.Tensor) -> Mamba2:

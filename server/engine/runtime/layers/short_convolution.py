@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
-from server.engine.runtime.batch import to_device
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
 from server.engine.runtime.layers.state_layers import StateMixer, in_parts
 from server.engine.runtime.states.kinds import StateKind, short_convolution
 from server.engine.runtime.states.pool import StatePool, StateStep
 
-IntArray = npt.NDArray[np.int64]
 _NAMES = {"in_proj", "conv", "out_proj"}
 
 
@@ -68,7 +63,7 @@ class ShortConvolution(StateMixer):
     def _chunks(self, x: torch.Tensor, step: StateStep) -> torch.Tensor:
         taps, slots = self.weight.shape[1], step.chunks.long()
         if "short convolution" not in step.shared:
-            step.shared["short convolution"] = _places(step.lengths, taps, x.device)
+            step.shared["short convolution"] = _places(step.query_start_loc.long(), x.shape[0], taps)
         of_tokens, of_states = step.shared["short convolution"]
         history = self.state[slots] * step.has_state[:, None, None]
         inputs = torch.cat((history.transpose(1, 2).flatten(0, 1), x))
@@ -80,23 +75,26 @@ class ShortConvolution(StateMixer):
         return (found if self.bias is None else found + self.bias).to(dtype)
 
 
-def _places(lengths: Sequence[int], taps: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a convolution's inputs, which are K - 1 earlier ones of each chunk and then all chunks' tokens.
+def _places(bounds: torch.Tensor, tokens: int, taps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a convolution's inputs, which are K - 1 earlier ones of each chunk and then all chunks' T tokens.
 
     int64 [T, K], the rows that each token's taps read; [S, K - 1], the rows that are each chunk's earlier ones afterwards.
+    bounds: int64 [S + 1], of the chunks' rows.
     """
-    counts, kept = np.array(lengths, np.int64), taps - 1
-    firsts = len(counts) * kept + counts.cumsum() - counts
-    chunk = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(counts.sum()) - (counts.cumsum() - counts)[chunk]
+    count, kept = len(bounds) - 1, taps - 1
+    chunk, token = (torch.arange(length, device=bounds.device) for length in (count, tokens))
+    # Rows of no chunk read those of the last one.
+    of_token = torch.searchsorted(bounds[1:], token, right=True).clamp(max=count - 1)
+    back = torch.arange(-kept, 1, device=bounds.device)
 
-    def rows(of: IntArray, places: IntArray) -> torch.Tensor:
+    def rows(of: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """The rows of chunks' places, of which negative ones lie before the chunk."""
-        return to_device(np.where(places < 0, of * kept + kept + places, firsts[of] + places), device)
+        return torch.where(
+            places < 0, (of * kept + kept)[:, None] + places, (count * kept + bounds[of])[:, None] + places
+        )
 
-    of_tokens = rows(chunk[:, None], place[:, None] + np.arange(-kept, 1))
-    of_states = rows(np.arange(len(counts))[:, None], counts[:, None] + np.arange(-kept, 0))
-    return of_tokens, of_states
+    of_tokens = rows(of_token, (token - bounds[of_token])[:, None] + back)
+    return of_tokens, rows(chunk, bounds.diff()[:, None] + back[:-1])
 
 
 @dataclass(frozen=True)

@@ -137,9 +137,7 @@ def _capture_steps(
         return StepGraphs()
     sizes = verify_sizes(config)
     verify = capture_verify(paged, backend, limits, sizes, decode, progress) if sizes else None
-    # The launch of chunks over states depends on how long they are.
-    has_mixed = paged.states is None and not config.batch_invariant
-    mixed = capture_mixed(paged, backend, limits, config, decode, progress) if has_mixed else None
+    mixed = None if config.batch_invariant else capture_mixed(paged, backend, limits, config, decode, progress)
     return StepGraphs(decode, mixed, verify, config.batch_invariant)
 
 

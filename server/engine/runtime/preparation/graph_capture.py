@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,12 +14,20 @@ from server.config import EngineConfig
 from server.engine.runtime.attention.graph_backend import DecodeForm, GraphBackend
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.exchange import agreed
-from server.engine.runtime.graphs.graph_set import DRAFT_SIZES, GraphSet, Tokens, chunk_sizes, decode_sizes
+from server.engine.runtime.graphs.graph_set import (
+    DRAFT_SIZES,
+    GraphSet,
+    Tokens,
+    chunk_sizes,
+    decode_sizes,
+    long_chunk_sizes,
+)
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.limits import ModelLimits, token_budget
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps, mixed_trial_steps
+from server.engine.runtime.states.kinds import LONG_CHUNK
 from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
@@ -92,9 +100,19 @@ def capture_mixed(
     """Capture mixed steps; None, with a warning, if that fails or logits differ."""
     sequences, budget = limits.max_num_seqs, token_budget(config, paged.device)
     own = paged.model, backend, paged.block_size, paged.clock
-    graphs = GraphSet(*own, Tokens.CHUNKS, pool=decode.pool, max_num_seqs=sequences)
-    trials = mixed_trial_steps(TrialSteps(paged).first_chunk, paged.block_size, limits)
-    return _captured(graphs, chunk_sizes(max(budget, sequences)), trials, paged, progress)
+    states = None if paged.states is None else paged.states.pool
+    graphs = GraphSet(*own, Tokens.CHUNKS, pool=decode.pool, max_num_seqs=sequences, states=states)
+    largest = max(budget, sequences)
+    if states is None:
+        trials = mixed_trial_steps(TrialSteps(paged).first_chunk, paged.block_size, limits)
+        return _captured(graphs, chunk_sizes(largest), trials, paged, progress)
+
+    def attempt() -> None:
+        graphs.capture(chunk_sizes(largest), progress, long_chunk_sizes(largest) if states.captures_long else ())
+        # A step over states is computed once only, so those of the other trials cannot follow one another.
+        _compare_continued(TrialSteps(paged), paged, graphs, limits)
+
+    return _kept(graphs, attempt)
 
 
 def _captured(
@@ -113,7 +131,26 @@ def _captured(
                 if wrong is not None:
                     raise ValueError(f"logits {wrong}")
 
+    return _kept(graphs, attempt)
+
+
+def _kept(graphs: GraphSet, attempt: Callable[[], None]) -> GraphSet | None:
+    """graphs if the attempt to capture and compare them succeeds; None, with a warning, if it fails on a rank."""
     failed = failure(attempt)
     if failed is not None:
         logger.warning("%s run without CUDA graphs, more slowly: %s", graphs.tokens.value, failed)
     return graphs if agreed(failed is None) else None
+
+
+def _compare_continued(steps: TrialSteps, paged: PagedModel, graphs: GraphSet, limits: ModelLimits) -> None:
+    """Compare a prompt in two chunks by graphs with the same in one without. Raises ValueError."""
+    for count in (17, LONG_CHUNK + 50):
+        whole = count + 9
+        parts = [replace(part, sampled_rows=part.sampled_rows[-1:]) for part in steps.in_chunks(count, whole)]
+        room = min(limits.max_model_len, limits.num_blocks * paged.block_size)
+        if whole <= room and all(map(graphs.fits, parts)):
+            expected = steps.run(whole)[-1:]
+            found = [graphs.run(part).logits.float() for part in parts][-1]
+            wrong = steps.difference(found, expected, whole)
+            if wrong is not None:
+                raise ValueError(f"logits {wrong}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -50,11 +51,18 @@ class TrialSteps:
 
         It is in host memory, as the steps of requests are.
         """
-        rows = torch.arange(count)
+        return self._chunk(0, count)
+
+    def in_chunks(self, *ends: int) -> list[Batch]:
+        """Steps of the chunks of the same sequence that end there."""
+        return [self._chunk(start, end) for start, end in itertools.pairwise((0, *ends))]
+
+    def _chunk(self, start: int, end: int) -> Batch:
+        places = torch.arange(start, end)
         # The first ids are often padding, whose embedding is zero.
-        ids = (rows + 101) % self._paged.vocab_size
-        blocks = range(-(-count // self._paged.block_size))
-        return Batch(ids, rows, rows, rows, Spans.of([Span(0, 0, count, blocks)]), int(count == 1))
+        ids = (places + 101) % self._paged.vocab_size
+        spans = Spans.of([Span(0, start, end - start, range(-(-end // self._paged.block_size)))])
+        return Batch(ids, places, places, places - start, spans, int(end - start == 1))
 
     def difference(self, logits: torch.Tensor, expected: torch.Tensor, count: int) -> str | None:
         """Say how the logits of a step of count tokens differ from the expected ones by more than rounding."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+LONG_CHUNK = 256
+"""Tokens of a chunk from which on kinds with is_chunked may compute it by other kernels."""
+
 
 @dataclass(frozen=True)
 class StateTensor:
@@ -30,6 +33,10 @@ class StateKind:
     tensors: tuple[StateTensor, ...]
     has_spare: bool = False
     """Whether there is one more slot, the last, which padding reads and writes."""
+    is_chunked: bool = False
+    """Whether chunks of LONG_CHUNK tokens and more are computed by other kernels than shorter ones."""
+    waits: bool = False
+    """Whether the host waits for the device in such chunks, so that no CUDA graph has them."""
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +50,8 @@ def gated_delta(channels: int, taps: int, heads: int, key_dim: int, value_dim: i
     dtype: the activations'. The matrices are in float32: they are sums over all tokens, which overflow in float16.
     """
     convolution = StateTensor((channels, taps - 1), dtype)
-    return StateKind("gated-delta", (convolution, StateTensor((heads, key_dim, value_dim), torch.float32)))
+    matrices = StateTensor((heads, key_dim, value_dim), torch.float32)
+    return StateKind("gated-delta", (convolution, matrices), is_chunked=True)
 
 
 def short_convolution(channels: int, taps: int, dtype: torch.dtype) -> StateKind:
@@ -57,4 +65,5 @@ def mamba2(channels: int, taps: int, heads: int, state_dim: int, head_dim: int, 
     dtype: the activations'. The matrices are in float32, as those of gated_delta().
     """
     convolution = StateTensor((channels, taps - 1), dtype)
-    return StateKind("Mamba2", (convolution, StateTensor((heads, state_dim, head_dim), torch.float32)))
+    matrices = StateTensor((heads, state_dim, head_dim), torch.float32)
+    return StateKind("Mamba2", (convolution, matrices), is_chunked=True, waits=True)

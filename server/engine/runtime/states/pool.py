@@ -14,7 +14,7 @@ import torch
 
 from server.engine.runtime.attention.graph_backend import PLANS_AHEAD
 from server.engine.runtime.batch import Spans, to_device
-from server.engine.runtime.states.kinds import StateKind
+from server.engine.runtime.states.kinds import LONG_CHUNK, StateKind
 
 PADDING = -1
 """The slot of a row that is no sequence's."""
@@ -38,7 +38,11 @@ class StateStep:
     has_state: torch.Tensor
     """bool [S]: whether the chunk goes on. One that does not begins with a state of zeros."""
     lengths: Sequence[int] = ()
-    """[S]: tokens of the chunks."""
+    """[S]: tokens of the chunks; none in a graph."""
+    longest: int = 0
+    """Tokens of the longest chunk; in a graph, of the longest that it takes."""
+    is_captured: bool = False
+    """Whether a CUDA graph of chunks is captured, whose lengths are on the device only."""
     shared: dict[object, Any] = field(default_factory=dict)
     """What the first layer of a kind finds for all of them."""
 
@@ -87,6 +91,8 @@ class StatePool:
             torch.empty(max_num_seqs, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(PLANS_AHEAD)
         ]
         self._planned = b""
+        # Slots, bounds and has_state of graphs of chunks, which have one sequence more than run.
+        self._graph_chunks = torch.zeros(3 * (max_num_seqs + 1) + 1, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +124,8 @@ class StatePool:
         given = to_device(np.concatenate((rows, bounds, starts > 0)).astype(np.int32), self.device)
         of_rows, of_bounds, of_starts = given.split((len(rows), len(bounds), len(starts)))
         lengths = spans.lengths[singles:].tolist()
-        self._step = StateStep(of_rows[:singles], of_rows[singles:], of_bounds, of_starts.bool(), lengths)
+        longest = max(lengths, default=0)
+        self._step = StateStep(of_rows[:singles], of_rows[singles:], of_bounds, of_starts.bool(), lengths, longest)
 
     def begin_decode_graph(self, size: int) -> None:
         """Let the layers of a decode graph of `size` sequences read the slots that plan_decode_graph() writes."""
@@ -143,6 +150,40 @@ class StatePool:
         pinned.numpy()[:size] = slots
         self._graph_slots[:size].copy_(pinned[:size], non_blocking=True)
         self._planned = planned
+
+    def is_long(self, spans: Spans) -> bool:
+        """Whether other kernels compute a step than steps of short chunks."""
+        return any(kind.is_chunked for kind in self._stacks) and int(spans.lengths.max(initial=0)) >= LONG_CHUNK
+
+    @property
+    def captures_long(self) -> bool:
+        """Whether there are such steps, and graphs can have them."""
+        return any(kind.is_chunked for kind in self._stacks) and not any(kind.waits for kind in self._stacks)
+
+    def begin_chunks_graph(self, size: int, sequences: int, is_long: bool) -> None:
+        """Let the layers of a graph of `size` tokens in chunks read what plan_chunks_graph() writes.
+
+        is_long: whether a chunk may have LONG_CHUNK tokens and more.
+        """
+        slots, bounds, has_state = self._of_chunks_graph(sequences)
+        longest = size if is_long else min(size, LONG_CHUNK - 1)
+        self._step = StateStep(slots[:0], slots, bounds, has_state.bool(), longest=longest, is_captured=True)
+
+    def plan_chunks_graph(self, spans: Spans, size: int, sequences: int) -> None:
+        """Lay out a step for the graph of `size` tokens and `sequences` sequences. Raises StateError.
+
+        Tokens that are padding are a sequence of their own, without a slot.
+        """
+        self._note(spans)
+        count = len(spans)
+        slots, bounds, has_state = (np.full(sequences + 1, fill, np.int32) for fill in (PADDING, size, 0))
+        slots[:count], bounds[:count], has_state[:count] = spans.rows, spans.lengths.cumsum(), spans.starts > 0
+        numbers = np.concatenate((slots, [0], bounds, has_state), dtype=np.int32)
+        self._graph_chunks[: len(numbers)].copy_(to_device(numbers, self.device))
+
+    def _of_chunks_graph(self, sequences: int) -> Sequence[torch.Tensor]:
+        sizes = (sequences + 1, sequences + 2, sequences + 1)
+        return list(self._graph_chunks[: sum(sizes)].split_with_sizes(sizes))
 
     def clear(self, slot: int) -> None:
         """Make a slot's state that of a sequence without tokens."""
