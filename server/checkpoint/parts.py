@@ -73,7 +73,7 @@ def described_by(folder: Path, config: Any) -> CheckpointInfo:
         return info
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, (dtype, shape) in shapes.items():
-        if info.is_projection(name) and skipped.isdisjoint(name.split(".")):
+        if info.becomes_nf4(name) and skipped.isdisjoint(name.split(".")):
             tensors |= _packed(name, math.prod(shape))
         else:
             tensors[name] = dtype, shape

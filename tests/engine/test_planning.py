@@ -57,6 +57,14 @@ def planner(model: str, gib: float, tower: bool = False) -> Callable[[EngineConf
     return lambda engine: plan_memory(info, config, engine, memory)
 
 
+def test_experts_of_random_weights_are_in_nf4() -> None:
+    """As they are made, though the configuration of a quantized checkpoint says nothing of them."""
+    plan = planner("qwen3.6-35b-a3b", 24)(EngineConfig())
+    experts = 40 * 256 * 3 * 2048 * 512
+    assert experts / 2 < plan.parts["weights in NF4"] < 0.55 * experts + GIB
+    assert plan.parts["norms and others"] < 0.1 * GIB
+
+
 def test_states_are_those_that_layers_keep() -> None:
     for family, settings in HYBRIDS.items():
         model = tiny_model(family)
