@@ -36,7 +36,9 @@ def test_every_benchmarked_family_runs_on_random_weights(name: str, tmp_path: Pa
     skipped = settings.get("quantization_config", {}).get("llm_int8_skip_modules", [])
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     fewer = kinds.count("linear_attention") * (1 + ("in_proj_qkv" in skipped))
-    assert len(layers) == 7 * (4 if experts else 7) - fewer
+    # A shared expert has three, and a gate of its own.
+    shared = 4 if settings.get("shared_expert_intermediate_size") else 0
+    assert len(layers) == 7 * (4 + shared if experts else 7) - fewer
     assert len(experts) in (0, 7)
     for stacked in (weight for module in experts for weight in (module.gate_up, module.down)):
         assert stacked.shape[0] == 8
