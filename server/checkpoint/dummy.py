@@ -139,6 +139,7 @@ def fill_randomly(
             continue
         elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
+            _fill(module)
             model._init_weights(module)
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(dtype)
@@ -148,6 +149,16 @@ def fill_randomly(
         if isinstance(module, PreTrainedModel):
             # Falcon-H1's sets buffers of its layers.
             model._init_weights(module)
+
+
+@torch.no_grad()
+def _fill(module: nn.Module) -> None:
+    """Numbers in a module's own tensors, for those that its model leaves as they are: routers' in some classes."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.is_floating_point():
+            parameter.normal_(std=0.02)
+    for buffer in module.buffers(recurse=False):
+        buffer.zero_()
 
 
 def _random_pairs(count: int, device: torch.device) -> torch.Tensor:

@@ -45,7 +45,9 @@ def test_every_benchmarked_family_runs_on_random_weights(name: str, tmp_path: Pa
         assert 0.015 < dequantize(stacked.weight, torch.float32).std() < 0.04
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False
-        assert 0.015 < dequantize_4bit(layer.weight.data, layer.weight.quant_state).std() < 0.04
+        # The one row of a shared expert's gate has too few numbers to tell as exactly.
+        least = 0.015 if layer.out_features > 1 else 0.01
+        assert least < dequantize_4bit(layer.weight.data, layer.weight.quant_state).std() < 0.04
     assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
     with torch.inference_mode():
         logits = model(torch.arange(50)[None]).logits
