@@ -12,6 +12,7 @@ import torch
 
 from nf4_kernels.gated_delta_params import GatedDelta
 from server.engine.runtime.layers import delta_chunks, delta_layout
+from server.engine.runtime.states.kinds import LONG_CHUNK
 from tests.engine.interpreted import run_interpreted
 from tests.nf4_kernels.gated_delta_layers import Layer, Sequence, flags, indices, is_close, random_layer
 
@@ -121,5 +122,5 @@ def test_fla_gives_the_recurrence(
     """In one piece, and in pieces of 64 tokens."""
     monkeypatch.setattr(delta_layout, "MAX_LIVE_BYTES", max_live_bytes)
     layer = random_layer(heads, slots=8, dtype=dtype, device="cuda")
-    assert delta_chunks.takes(_of(layer, layer.inputs(1)), delta_chunks.MIN_LENGTH)
+    assert delta_chunks.takes(_of(layer, layer.inputs(1)), LONG_CHUNK)
     check_chunks(layer, 2e-2)

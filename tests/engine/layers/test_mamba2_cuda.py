@@ -54,7 +54,7 @@ def check_interpreted() -> None:
         check(random_layer(shape, 8, sum(_LENGTHS) + 3, **changes), _LENGTHS, _SLOTS, _HAS_STATE, run)
     mamba2_cuda._rule = lambda: recurrence  # type: ignore[assignment]
     mamba2_cuda.has_fla = lambda: True  # type: ignore[assignment]
-    mamba2_cuda.MIN_LENGTH = 1
+    mamba2_cuda.LONG_CHUNK = 1
     layer = random_layer((6, 16, 24, 2), 8, sum(_LENGTHS) + 3, torch.bfloat16)
     check(layer, _LENGTHS, _SLOTS, _HAS_STATE, run, 2e-2)
 
@@ -73,7 +73,7 @@ def test_the_largest_model_stays_below_the_bound() -> None:
 @pytest.mark.parametrize("shape", [(48, 64, 128, 1), (64, 64, 128, 8), (24, 128, 256, 1)])
 @pytest.mark.parametrize("min_length", [1, 1 << 20], ids=["fla", "token by token"])
 def test_on_a_gpu(shape: tuple[int, int, int, int], min_length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mamba2_cuda, "MIN_LENGTH", min_length)
+    monkeypatch.setattr(mamba2_cuda, "LONG_CHUNK", min_length)
 
     def layer(tokens: int) -> Mamba2:
         p = random_layer(shape, 8, tokens, torch.bfloat16)

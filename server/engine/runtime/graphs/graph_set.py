@@ -144,7 +144,7 @@ class GraphSet:
         for done, form in enumerate(sorted(forms, reverse=True)):
             progress(f"capturing {self.tokens.value}: {form.size}", done / len(forms))
             self._graphs[form] = self._capture_one(form, None)
-            if self._adapter_slots and self.tokens is not Tokens.CHUNKS:
+            if self._adapter_slots:
                 others = torch.ones(form.size, self._adapter_slots, dtype=torch.bool, device=self._model.device)
                 self._adapted[form] = self._capture_one(form, others)
         self._largest = max(form.size for form in forms)

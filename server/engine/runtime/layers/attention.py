@@ -84,6 +84,11 @@ class Attention:
         return self.output(_gated(out, gate).flatten(1), residual=residual)
 
     @property
+    def has_gate(self) -> bool:
+        """Whether gates multiply the heads' results."""
+        return self.is_gated or self.gate is not None
+
+    @property
     def rotates_first(self) -> bool:
         """Whether a launch of its own rotates, because the one that attends cannot."""
         return self.norms_last or self.angle_step > 0
@@ -92,8 +97,7 @@ class Attention:
         """What it asks of the launch that attends in a decode graph of that many sequences."""
         if not self.is_rotary or self.rotates_first or sequences < ROTARY_FROM:
             return DecodeForm(False, False, 0)
-        has_gate = self.is_gated or self.gate is not None
-        return DecodeForm(True, self.head_norms is not None, 0 if has_gate else self.output.tile(sequences, dtype))
+        return DecodeForm(True, self.head_norms is not None, 0 if self.has_gate else self.output.tile(sequences, dtype))
 
     def _rotary(self, angles: Angles) -> RotaryEmbedding:
         if self.angles_once and 2 * angles[0].shape[-1] <= self.head_dim:

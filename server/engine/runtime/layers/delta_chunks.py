@@ -20,8 +20,6 @@ from nf4_kernels.gated_delta_params import GatedDelta
 from server.engine.runtime.layers.delta_layout import Layout, Piece
 from server.engine.runtime.states.kinds import LONG_CHUNK
 
-MIN_LENGTH = LONG_CHUNK
-"""Tokens of the longest chunk from which on fla is used. Its launches take the host 0.8 ms, and ours is a single one."""
 _CONFIGS = Path(__file__).with_name("fla_configs")
 # fla reads these when it is imported.
 os.environ.setdefault("FLA_CACHE_MODE", "default")
@@ -31,7 +29,7 @@ os.environ.setdefault("FLA_CONFIG_DIR", str(_CONFIGS))
 def takes(p: GatedDelta, longest: int) -> bool:
     """Whether fla is there and quicker than nf4::gated_delta_chunks."""
     fits = p.qkv.is_cuda and p.qkv.dtype in (torch.bfloat16, torch.float16) and max(p.key_dim, p.value_dim) <= 256
-    return fits and longest >= MIN_LENGTH and has_fla()
+    return fits and longest >= LONG_CHUNK and has_fla()
 
 
 @functools.cache

@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional
 
 from nf4_kernels.mamba2_params import Mamba2
-from server.engine.runtime.layers.delta_chunks import MIN_LENGTH, has_fla
+from server.engine.runtime.layers.delta_chunks import has_fla
 from server.engine.runtime.layers.delta_layout import CHUNK, MAX_LIVE_BYTES, Layout, Piece
+from server.engine.runtime.states.kinds import LONG_CHUNK
 
 
 def max_tokens(p: Mamba2) -> int:
@@ -33,7 +34,7 @@ def step(p: Mamba2, piece: Piece) -> torch.Tensor:
 def chunks(p: Mamba2, at: Layout) -> torch.Tensor:
     """The same for chunks, of which none is padding. Rows behind them are zeros."""
     out = p.z.new_zeros(p.z.shape) if at.end < len(p.z) else p.z.new_empty(p.z.shape)
-    is_long = at.longest >= MIN_LENGTH and has_fla() and p.xbc.dtype in (torch.bfloat16, torch.float16)
+    is_long = at.longest >= LONG_CHUNK and has_fla() and p.xbc.dtype in (torch.bfloat16, torch.float16)
     for piece in at.pieces:
         rows = slice(piece.begin, piece.end)
         part = replace(p, z=p.z[rows], xbc=p.xbc[rows], dt=p.dt[rows])

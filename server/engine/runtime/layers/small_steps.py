@@ -143,7 +143,7 @@ class _Layer:
         """Raises UnsuitableError."""
         attention, mlp = layer.mixer, layer.mlp
         blocks = layer.mixer_block, layer.mlp_block
-        if not isinstance(attention, Attention) or attention.is_gated or attention.gate is not None:
+        if not isinstance(attention, Attention) or attention.has_gate:
             raise UnsuitableError("layers have states, latents, or attention with gates")
         if any(block.multiplier != 1.0 for block in blocks) or layer.scale is not None:
             raise UnsuitableError("layers multiply what they add, or their result")

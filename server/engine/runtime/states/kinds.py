@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 
 LONG_CHUNK = 256
-"""Tokens of a chunk from which on kinds with is_chunked may compute it by other kernels."""
+"""Tokens of a chunk from which on kinds with is_chunked may compute it by other kernels.
+
+These are fla's, whose launches take the host 0.8 ms; ours is a single one.
+"""
 
 
 @dataclass(frozen=True)
