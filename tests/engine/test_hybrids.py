@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from server.checkpoint.states import STATE_KINDS, attends
 from server.config import EngineConfig
@@ -25,31 +24,24 @@ from server.engine.runtime.layers.outer import write_rotary
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.preparation import states
 from server.engine.runtime.preparation.assembly import build_runner
-from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.states.pool import StateError
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.sequence import Sequence
-from server.engine.scheduling.step import Step
 from server.types import GenerateRequest
-from tests.engine.factories import SchedulerDriver, make_request, make_sequence, run_together, tokens
-from tests.engine.models import HYBRIDS, VOCABULARY, tiny_model
+from tests.engine.factories import make_request, make_sequence, run_together
+from tests.engine.hybrids import (
+    CONFIG,
+    TOLERANCE,
+    answers,
+    check_steps,
+    model_of,
+    prompt_of,
+    reference_logits,
+    runner_of,
+)
+from tests.engine.models import HYBRIDS
 from tests.engine.test_async_scheduling import AsyncRunner
 from tests.marks import with_rest
-
-CONFIG = EngineConfig(device="cpu", block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6)
-_TOLERANCE = 2e-4
-"""Largest difference of log-probabilities: two orders of float32 sums through four layers of large weights."""
-
-
-@functools.cache
-def model_of(family: str) -> PreTrainedModel:
-    return tiny_model(family)
-
-
-@functools.cache
-def runner_of(family: str, **changes: Any) -> ModelRunner:
-    return build_runner(copy.deepcopy(model_of(family)), CONFIG.model_copy(update=changes))
 
 
 # Of the three with layers of Mamba2 the one whose layers also attend.
@@ -63,45 +55,6 @@ def state_bytes(family: str) -> int:
     pool = runner_of(family).states
     assert pool is not None
     return sum(kind.nbytes for kind in pool.kinds)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(f"{length} {seed}")
-    return [rng.randrange(3, VOCABULARY) for _ in range(length)]
-
-
-def reference_logits(family: str, ids: list[int]) -> torch.Tensor:
-    """transformers' own, float32 [tokens, vocabulary]."""
-    with torch.inference_mode():
-        logits: torch.Tensor = model_of(family)(torch.tensor([ids]), use_cache=False).logits[0]
-    return logits
-
-
-def answers(engine: Engine, *requests: GenerateRequest) -> list[list[int]]:
-    outputs = run_together(engine, *requests)
-    return [tokens(outputs[request.request_id]) for request in requests]
-
-
-def check_steps(family: str, runner: ModelRunner, scheduler: Scheduler, sequences: list[Sequence]) -> None:
-    """Run sequences through a scheduler; the log-probabilities of every token are transformers'."""
-    assert scheduler._blocks.num_blocks <= runner.limits.num_blocks
-    found: list[tuple[Sequence, int, torch.Tensor]] = []
-    rng = random.Random(1)
-    driver = SchedulerDriver(scheduler, lambda _: rng.randrange(3, VOCABULARY))
-
-    def run(step: Step) -> None:
-        rows = zip(step.sampled, runner.forward(step), strict=True)
-        found.extend((chunk.sequence, chunk.start + chunk.length, row) for chunk, row in rows)
-
-    for sequence in sequences:
-        scheduler.add(sequence)
-    while driver.has_work:
-        driver.step(run)
-    expected = {s.request_id: reference_logits(family, s.tokens).log_softmax(-1) for s in sequences}
-    assert len(found) == sum(sequence.num_generated for sequence in sequences)
-    for sequence, length, row in found:
-        difference = row.log_softmax(-1) - expected[sequence.request_id][length - 1]
-        assert difference.abs().max() < _TOLERANCE, (sequence, length)
 
 
 class AnglesOfAxes(nn.Module):
@@ -196,7 +149,7 @@ def test_two_sequences_swapped_in_a_batch_keep_their_states(family: str) -> None
         scheduler.advance(step)
         for chunk, row in zip(step.sampled, rows, strict=True):
             expected = reference_logits(family, chunk.sequence.tokens[: chunk.start + chunk.length])[-1]
-            assert (row.log_softmax(-1) - expected.log_softmax(-1)).abs().max() < _TOLERANCE
+            assert (row.log_softmax(-1) - expected.log_softmax(-1)).abs().max() < TOLERANCE
         scheduler.resolve(step, [int(row.argmax()) for row in rows])
 
 

@@ -13,8 +13,8 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.engine.factories import make_request, run_together, tokens
+from tests.engine.hybrids import prompt_of
 from tests.engine.models import HYBRIDS, tiny_model
-from tests.engine.test_hybrids import prompt_of
 from tests.engine.test_kinds_cuda import GPU, NEAR_TIE
 
 pytestmark = pytest.mark.gpu

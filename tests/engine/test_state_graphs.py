@@ -12,8 +12,8 @@ from server.engine.runtime.states.pool import PADDING, StateError, StatePool
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler
 from tests.engine.factories import make_sequence
+from tests.engine.hybrids import CONFIG, check_steps, prompt_of, runner_of
 from tests.engine.models import HYBRIDS
-from tests.engine.test_hybrids import CONFIG, check_steps, prompt_of, runner_of
 
 DELTA = gated_delta(16, 4, 2, 4, 4, torch.float32)
 MAMBA = mamba2(16, 4, 2, 4, 4, torch.float32)

@@ -14,8 +14,8 @@ from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest
 from tests.adapters import with_adapter
 from tests.engine.factories import make_request, run_together, tokens
+from tests.engine.hybrids import prompt_of
 from tests.engine.model.test_lora_hybrids import ADAPTERS, save_adapters
-from tests.engine.test_hybrids import prompt_of
 from tests.engine.test_hybrids_cuda import oracle_of
 from tests.engine.test_kinds_cuda import GPU, NEAR_TIE
 
