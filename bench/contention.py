@@ -28,7 +28,7 @@ from server.engine.supervisor.child import ENVIRONMENT
 RESULT = Path(__file__).resolve().parent / "results" / "contention.json"
 STATES = ("one thread", "spin", "sleep", "chosen")
 AIM = 0.8
-"""What the engine's choice wants of the best state."""
+"""Share of the best state's speed that the engine's choice should reach."""
 
 
 def main() -> int:

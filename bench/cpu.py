@@ -35,7 +35,7 @@ CONTENDERS = ("ours", "bnb-float32", "bnb-bfloat16", "bfloat16")
 GGUF = ("Q4_1", "Q4_0")
 """llama.cpp's quantizations; the first is the file's own."""
 LLAMA_SHARE = 0.95
-"""What decode of one sequence wants of llama.cpp's speed."""
+"""Share of llama.cpp's speed that decode of one sequence should reach."""
 PROMPT = 128
 TOKENS = 65
 PREFILL = 512
@@ -150,7 +150,7 @@ def _run_llama(python: Path, file: Path, name: str, threads: int) -> dict[str, A
 
 
 def _slower(report: dict[str, Any]) -> list[str]:
-    """What is slower than bitsandbytes, of every instruction set, and than it should be beside llama.cpp."""
+    """Rows that are slower than bitsandbytes, of every instruction set, or than they should be next to llama.cpp."""
     found = [
         f"{isa}, {row['what']}: {report['forced'][isa][row['what']]} tokens per second,"
         f" bitsandbytes {row['transformers_bnb_nf4']}"

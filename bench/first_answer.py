@@ -1,4 +1,4 @@
-"""How long the server takes from its start to its first answer: python -m bench.first_answer --help.
+"""Time from the server's start to its first answer: python -m bench.first_answer --help.
 
 The real server with random weights, asked by HTTP. Its first start finds nothing compiled: what torch and Triton keep, what
 the server keeps and FlashInfer's modules are in new folders. The later starts find it. Python's bytecode is there, as in an

@@ -1,4 +1,4 @@
-"""What models take of a GPU's memory, by the memory plan of a start: python -m bench.fits writes bench/results/fits.json.
+"""GPU memory of models, by the memory plan of a start: python -m bench.fits writes bench/results/fits.json.
 
 All is counted by the server's own functions, from the shapes of bench/models/. A largest step is an estimate, which a start
 measures.

@@ -1,4 +1,4 @@
-"""What a grammar costs in decode: the engine's tokens per second with and without one, interleaved.
+"""Cost of a grammar in decode: the engine's tokens per second with and without one, interleaved.
 
 python -m bench.grammar --batch 8
 """

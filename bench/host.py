@@ -48,7 +48,7 @@ VOCABULARY = 32_000
 # As on an H100 or H200 for a model of 8 key heads of 128.
 ROOMS = Rooms(132, [8], [True], split=True)
 PARTS = ("schedule", "batch", "layout", "tokens")
-"""What a decode step that runs as a CUDA graph does on the host; their sum is nearly the step."""
+"""Parts of the host's work for a decode step that runs as a CUDA graph; their sum is nearly the step."""
 COLUMNS = (*PARTS, "step", "tables")
 
 

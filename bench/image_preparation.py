@@ -31,7 +31,7 @@ class Prepared:
 
 
 class Preparation:
-    """What the image process does with an image, step by step; keeps the seconds of each."""
+    """Steps of the image process with an image; keeps the seconds of each."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""What an image adds to a prompt in our engine, beside transformers' own tower alone. Random weights of a model's shape.
+"""Time that an image adds to a prompt in our engine, next to transformers' tower alone. Random weights of a model's shape.
 
 python -m bench.images                                   # Qwen2.5-VL-7B's shape on a GPU, 8 of its text layers, eager
 python -m bench.images --text-layers 28 --compiled       # all of it, as it is served

@@ -1,4 +1,4 @@
-"""What sampling options cost in decode on a GPU: tokens per second as a share of greedy's, interleaved.
+"""Cost of sampling options in decode on a GPU: tokens per second as a share of greedy's, interleaved.
 
 python -m bench.options --model llama-3.1-8b --batch 32
 

@@ -152,7 +152,7 @@ def _state(server: Server) -> dict[str, dict[str, float]]:
 
 
 def _idle(server: Server) -> dict[str, Any]:
-    """What the server holds once no request runs."""
+    """Resources that the server holds once no request runs."""
     end = time.monotonic() + 30
     while server.metric("nf4_num_requests_running") + server.metric("nf4_kv_cache_usage_perc"):
         if time.monotonic() > end:

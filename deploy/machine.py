@@ -26,7 +26,7 @@ def python_range(project=PROJECT):
 
 
 def missing(version=sys.version_info):
-    """What this machine lacks for a build, in one line; None if it has everything."""
+    """Name what this machine lacks for a build, in one line; None if it has everything."""
     oldest, first_above = python_range()
     if not (3, oldest) <= tuple(version[:2]) < (3, first_above):
         return (

@@ -1,4 +1,4 @@
-"""Where the compiled libraries lie. A library that does not exist is compiled for this machine when it is first used.
+"""Places of the compiled libraries. A library that does not exist is compiled for this machine when it is first used.
 
 They are looked for in the package's lib/ folder, where `python -m nf4_kernels.build` puts them if it may, and then in the
 cache: $XDG_CACHE_HOME/nf4-kernels, by default ~/.cache/nf4-kernels. First use compiles into lib/ in a checkout, into the
@@ -30,7 +30,7 @@ def cache_folder() -> Path:
 
 
 def install_folder() -> Path:
-    """Where `python -m nf4_kernels.build` puts libraries: in the package if that can be written to, else in the cache."""
+    """Folder into which `python -m nf4_kernels.build` puts libraries: the package's if it is writable, else in the cache."""
     from nf4_kernels import build
 
     own = _own_folder()

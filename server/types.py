@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token of one request is chosen. Field meanings are OpenAI's where OpenAI has the field.
+    """Sampling options of one request. Field meanings are OpenAI's where OpenAI has the field.
 
     temperature 0 is greedy. top_k 0, top_p 1.0 and min_p 0.0 switch that filter off. Penalties follow OpenAI
     (presence, frequency: over generated tokens) and CTRL/transformers (repetition: over prompt and generated tokens).
@@ -115,7 +115,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class RequestTimings(msgspec.Struct, frozen=True, gc=False):
-    """Where one request's time went, in seconds. Totals so far, sent with every output:
+    """Times of one request, in seconds. Totals so far, sent with every output:
     a request that the API ends has them too.
 
     dequant and linear are this request's share (by tokens in each step) of the time the steps it took part in spent in
@@ -136,7 +136,7 @@ class RequestTimings(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
-    """What a step, or several, produced for one request. The last output of a request has finish_reason set.
+    """Output of a step, or of several, for one request. The last output of a request has finish_reason set.
 
     An end-of-sequence or stop token that ended the request is included in new_token_ids.
     """
@@ -265,7 +265,7 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True):
     device: str
     dtype: str
     kernels: str
-    """Which NF4 kernels run, in words (for logs and /health)."""
+    """NF4 kernels that run, in words (for logs and /health)."""
     tensor_parallel_size: int = 1
     """Processes, each with a device, that compute the model together."""
     expanded_weight_bytes: int = 0

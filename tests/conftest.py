@@ -49,7 +49,7 @@ _HELPERS = {
     *("start_server", "subprocess", "run_interpreted", "fusing"),
     *("load_runner", "build_runner", "make_engine", "tiny_model", "load_model", "load_shard", "load_ranks", "save_moe"),
 }
-"""What modules import whose tests start processes, compile, or compute with whole models."""
+"""Imports of modules whose tests start processes, compile, or compute with whole models."""
 _REST = ("bench", "deploy", "ray_serve")
 """Folders whose tests only make test-all runs: of benches, of what one deploys, and of GPUs' fused launches."""
 
@@ -62,7 +62,7 @@ _SHARING = (
     "tests/test_guide",
     "tests/test_parity",
 )
-"""Where files share the servers of a session's fixtures: of these each worker of xdist would start its own."""
+"""Folders of files that share the servers of a session's fixtures: of these each worker of xdist would start its own."""
 
 
 @pytest.hookimpl(optionalhook=True)

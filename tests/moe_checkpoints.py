@@ -68,7 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 Rename = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
-"""What a tensor of transformers' own names is saved as."""
+"""From a tensor under transformers' name to the tensors that are saved, by their names."""
 
 
 def tiny_moe(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -173,7 +173,7 @@ def save_moe(
 
 
 def _together(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """What was saved in parts, in the order of transformers' dimensions again."""
+    """Join what was saved in parts, in the order of transformers' dimensions."""
     if len(parts) == 1:
         return parts[0]
     if len(parts) == 2 * like.shape[0]:

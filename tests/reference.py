@@ -50,7 +50,7 @@ class Reference:
         return self._answers[key]
 
     def greedy(self, chat: Chat, max_tokens: int) -> Greedy:
-        """What model.generate gives for this chat alone, without sampling."""
+        """Answer of model.generate to this chat alone, without sampling."""
         inputs = self.tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )

@@ -1,4 +1,4 @@
-"""What the containers are made from."""
+"""Files that the containers are made from."""
 
 from __future__ import annotations
 

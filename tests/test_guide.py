@@ -51,7 +51,7 @@ def commands() -> list[str]:
 
 
 def configured(command: str) -> Config:
-    """What the server makes of a command line."""
+    """Parse a command line as the server does."""
     path, values, sources = parse(shlex.split(command))
     return load_config(path, values, sources)
 

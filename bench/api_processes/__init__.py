@@ -1,1 +1,1 @@
-"""How many tokens a second API processes carry, measured with a stub in place of the engine."""
+"""Tokens per second that API processes carry, measured with a stub in place of the engine."""

@@ -47,5 +47,5 @@ def _with_earlier(row: Row, earlier: Row) -> Row:
 
 
 def identity(row: Row) -> tuple[str, str, float, float, float, float]:
-    """What a row measured: model, mode, batch, length, rate and number of GPUs, 0 where it has none."""
+    """Key of a row: model, mode, batch, length, rate and number of GPUs, 0 where it has none."""
     return row["model"], row["mode"], *(row.get(name, 0) for name in ("batch", "length", "rate", "tp"))

@@ -36,7 +36,7 @@ class Gemm:
     launches: list[tuple[MoeWgmma, float]]
 
     def loss(self, costs: MoeWgmmaCosts) -> tuple[float, float]:
-        """How much slower the chosen launch is than the best one; the mean square of the costs' relative errors."""
+        """Slowdown of the chosen launch against the best one; the mean square of the costs' relative errors."""
         found = [moe_wgmma_cost(plan, self.choices, self.chosen, self.n, self.k, costs) for plan, _ in self.launches]
         taken = [us for _, us in self.launches]
         errors = [math.log(cost / us) ** 2 for cost, us in zip(found, taken, strict=True)]

@@ -46,7 +46,7 @@ class Launch:
     microseconds: float
 
     def cost(self, costs: WgmmaCosts, multiprocessors: int) -> float:
-        """What the model says that it takes, in microseconds."""
+        """Time by the model, in microseconds."""
         return wgmma_cost(self.plan, self.m, self.n, self.k, multiprocessors, costs)
 
 
@@ -102,7 +102,7 @@ def _fit_instance(launches: Sequence[Launch], multiprocessors: int) -> Fit:
 
 
 def _terms(launch: Launch, costs: WgmmaCosts, multiprocessors: int) -> list[float]:
-    """How often each cost is in the launch's: the slopes of the model, which is linear around these costs."""
+    """Number of times that each cost is in the launch's: the slopes of the model, which is linear around these costs."""
     here = launch.cost(costs, multiprocessors)
     slopes = []
     for name in NAMES:

@@ -34,7 +34,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 300, 2048, 8192)
 MANY_TOKENS = 300
 """From this many choices on, launches for few choices are left out."""
 AGREEMENT = 1e-2
-"""How far two launches' results may be apart, relative to their norm."""
+"""Largest distance of two launches' results, relative to their norm."""
 
 
 @dataclass(frozen=True)

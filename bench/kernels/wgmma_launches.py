@@ -36,7 +36,7 @@ SHAPES = (
 )  # fmt: skip
 FEWEST, MOST = 33, 1024
 SLOWER = 1.35
-"""How much longer than the best an instance's best launch may be expected to take."""
+"""Largest expected time of an instance's best launch, relative to the best of all."""
 
 
 def likely(m: int, n: int, k: int, processors: int) -> list[Wgmma]:

@@ -22,7 +22,7 @@ _NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1000)
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent. Lengths are in tokens, rate in requests per second."""
+    """Load that is sent. Lengths are in tokens, rate in requests per second."""
 
     base_url: str
     model: str

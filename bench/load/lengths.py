@@ -1,4 +1,4 @@
-"""How many tokens prompts and answers have: fixed, even over a range, or log-normal, as people's texts are."""
+"""Lengths of prompts and answers in tokens: fixed, even over a range, or log-normal, as people's texts are."""
 
 from __future__ import annotations
 

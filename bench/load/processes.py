@@ -50,7 +50,7 @@ def run_in_processes(load: Load, processes: int, on_done: Callable[[], object] =
 
 
 def _shares(load: Load, processes: int) -> list[Load]:
-    """What each process sends: the requests, with their arrivals, and the clients are divided among the processes.
+    """Divide the requests, with their arrivals, and the clients among the processes.
 
     There are fewer processes where one would be left without a client.
     """

@@ -1,4 +1,4 @@
-"""How many prompt tokens replicas find in their KV caches, by how requests are sent to them: 20 beginnings that are shared.
+"""Prompt tokens that replicas find in their KV caches, by how requests are sent to them: 20 beginnings that are shared.
 
 A replica's KV cache holds a good half of them, so that all fit into two. Requests come one at a time: no replica is busier
 than another then, so that power of two choices is a choice at random.
@@ -56,7 +56,7 @@ def _row(url: str, router: str) -> dict[str, Any]:
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What is not as promised: twice the tokens of a random choice."""
+    """Broken promises: twice the tokens of a random choice."""
     found = {row["router"]: row["cached_tokens"] for row in result["rows"]}
     ratio = found["prefix_affinity"] / found["power_of_two"]
     return [] if ratio >= 2 else [f"affinity finds {ratio:.2f} times the tokens of a random choice, not 2"]

@@ -19,7 +19,7 @@ class Clients:
 
     def __init__(self, url: str, tokens: int, timeout_s: float = 240.0) -> None:
         self.ends: Counter[str] = Counter()
-        """How requests ended: "whole", or what they ended with."""
+        """Ends of requests: "whole", or what they ended with."""
         self._url = f"{url}/v1/chat/completions"
         self._tokens = tokens
         self._timeout_s = timeout_s
@@ -76,7 +76,7 @@ class Clients:
 
 
 class Watch:
-    """What a value was over time: (seconds, value) at each change."""
+    """Course of a value over time: (seconds, value) at each change."""
 
     def __init__(self) -> None:
         self.changes: list[tuple[float, int]] = []

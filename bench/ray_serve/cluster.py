@@ -63,7 +63,7 @@ def until(condition: Callable[[], bool], limit_s: float = PATIENCE_S) -> float:
 
 
 def running() -> int:
-    """How many replicas of the engine run."""
+    """Number of replicas of the engine that run."""
     deployments = serve.status().applications[NAME].deployments
     return int(deployments["Engine"].replica_states.get("RUNNING", 0)) if "Engine" in deployments else 0
 

@@ -1,4 +1,4 @@
-"""How soon two replicas are there again after one was killed, or the node that one was on, while clients stream.
+"""Time until two replicas are there again after one was killed, or the node that one was on, while clients stream.
 
 Three nodes of a Ray on this machine. A start of a replica is some 15 s of processor time, so other work slows it down.
 """
@@ -98,6 +98,6 @@ def _remove_node(cluster: Cluster) -> None:
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What is not as promised: a loss after which replicas were not back in time, or a request that hung."""
+    """Broken promises: a loss after which replicas were not back in time, or a request that hung."""
     late = [loss for loss in result["losses"] if loss["back_s"] > PROMISED_S]
     return [f"after a {loss['lost']} was lost, replicas were back after {loss['back_s']} s" for loss in late]

@@ -18,7 +18,7 @@ HOLD_S = 10.0
 
 
 def measure() -> dict[str, Any]:
-    """How all requests ended, and how many replicas there were when."""
+    """Ends of all requests, and the number of replicas over time."""
     args = {
         "config": {"engine": {"kv_cache_bytes": 1 << 27, "standby": False}},
         "replicas": 1, "max_replicas": 3, "target_ongoing_requests": TARGET, "upscale_delay_s": 2, "downscale_delay_s": 5,
@@ -48,7 +48,7 @@ def measure() -> dict[str, Any]:
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What is not as promised: an answer that was not whole, or a number of replicas that was not seen."""
+    """Broken promises: an answer that was not whole, or a number of replicas that was not seen."""
     lost = {end: count for end, count in result["ends"].items() if end != "whole"}
     counts = [count for _, count in result["replicas_running"]]
     found = [f"answers were lost: {lost}"] if lost else []

@@ -72,7 +72,7 @@ def measure() -> dict[str, Any]:
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What is not as promised: nine tenths of the throughput, 20 ms at most to the first token."""
+    """Broken promises: nine tenths of the throughput, 20 ms at most to the first token."""
     ratio, more = result["throughput_ratio"], 1000 * result["ttft_alone_more_s"]
     found = [] if ratio >= 0.9 else [f"{ratio:.2f} of the balancer's throughput"]
     return found if more <= 20 else [*found, f"first tokens {more:.0f} ms later"]

@@ -1,4 +1,4 @@
-"""What steps with draft tokens cost on a GPU, and what they gain with a given accuracy; with dummy NF4 weights.
+"""Costs of steps with draft tokens on a GPU, and their gain with a given accuracy; with dummy NF4 weights.
 
 python -m bench.speculation.drafter --model qwen3-32b --draft qwen3-0.6b
 python -m bench.speculation.drafter --model qwen3-32b

@@ -37,7 +37,7 @@ class Row:
 
     @property
     def place(self) -> tuple[str, str, str, int]:
-        """What the row is a measurement of."""
+        """Key of the measurement."""
         return self.model, self.method, self.task, self.batch
 
 

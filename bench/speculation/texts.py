@@ -47,7 +47,7 @@ class Task:
     """Instructions of a task without texts."""
 
     def prompts(self) -> list[str]:
-        """What the user says, for each text."""
+        """Messages of the user, one for each text."""
         found = list(self.others)
         for path, first, count in self.texts:
             lines = (ROOT / path).read_text(encoding="utf-8").splitlines()[first : first + count]
@@ -121,7 +121,7 @@ class Run:
     tokens: int
     """Tokens that were decoded while all sequences ran."""
     seconds: float
-    """How long all sequences ran."""
+    """Seconds that all sequences ran."""
     last: float
     """Seconds until the last sequence ended."""
     answers: list[list[int]]

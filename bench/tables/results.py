@@ -1,4 +1,4 @@
-"""What bench/results/ has, and the names that models have in tables."""
+"""Results in bench/results/, and the names of models in tables."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Progress = Callable[[str, float], None]
 
 
 class Alone:
-    """Where an API process' engine comes from, and what it counts and measures together with others."""
+    """An API process' engine, and its counts and metrics, which may be shared with others."""
 
     def __init__(self, config: Config, child: Child | None = None) -> None:
         """child: the process for the first engine, if it has been started."""

@@ -24,7 +24,7 @@ class Setup(msgspec.Struct, frozen=True):
     config: dict[str, Any]
     """Config, dumped, with all API keys in it."""
     folder: str
-    """Where what all share is; see Place."""
+    """Folder of what all share; see Place."""
     family: int
     """The family of the address to listen on."""
     address: tuple[Any, ...]
@@ -40,7 +40,7 @@ class State(msgspec.Struct, tag="state", frozen=True):
     restarts: int
     checkpoint_folder: str | None
     engine_folder: str | None
-    """Where the running engine's sockets are."""
+    """Folder of the running engine's sockets."""
     adapters: dict[str, str]
     settled: bool
     """Whether all processes have come up."""

@@ -1,4 +1,4 @@
-"""What an adapter's files say before its tensors are read: adapter_config.json and a header. Imports no torch."""
+"""Contents of an adapter's files that are read before its tensors: adapter_config.json and a header. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OUTPUT_LAYERS = ("lm_head", "embed_out")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says about the scale of each module."""
+    """Scales of the modules by adapter_config.json."""
 
     alpha: float
     rank_stabilized: bool
@@ -44,7 +44,7 @@ class AdapterConfig:
     dora: bool = False
 
     def scale(self, module: str, rank: int) -> float:
-        """What B A is multiplied by in this module: alpha / r, or alpha / sqrt(r) when rank-stabilized."""
+        """Factor of B A in this module: alpha / r, or alpha / sqrt(r) when rank-stabilized."""
         matching = (a for key, a in self.alpha_pattern.items() if re.match(rf"(.*\.)?({key})$", module))
         alpha = next(matching, self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank

@@ -1,4 +1,4 @@
-"""What the checkpoint package promises to the packages above it."""
+"""Types of the checkpoint package for the packages above it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of transformers' classes a checkpoint is loaded into, and which models cannot be served at all, by name."""
+"""Choice of transformers' class for a checkpoint, and refusals, by name, of models that cannot be served at all."""
 
 from __future__ import annotations
 

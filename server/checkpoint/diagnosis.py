@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, in one line that names the tensor or file."""
+"""Faults of a checkpoint, in one line that names the tensor or file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def first_line(error: BaseException) -> str:
 
 
 def linear_layers(model: nn.Module) -> str:
-    """How many linear layers a model has in which format, such as "168 linear layers in NF4, 1 in bfloat16"."""
+    """Count a model's linear layers by format, in words such as "168 linear layers in NF4, 1 in bfloat16"."""
     kinds = Counter(
         module.weight.quant_type.upper() if isinstance(module, Linear4bit) else str(module.weight.dtype)[6:]
         for module in model.modules()
@@ -57,7 +57,7 @@ def check_finite(folder: Path, model: nn.Module) -> None:
 
 
 def end_tokens(folder: Path) -> GenerationConfig | None:
-    """What generation_config.json says of the end of an answer; None where there is no such file, and config.json says it.
+    """Read from generation_config.json what ends an answer; None if there is no such file, and config.json says it.
 
     The rest of the file is for the API, and transformers must not stumble over it. Raises CheckpointError for a file that is
     no JSON object, or whose eos_token_id is no token.

@@ -21,7 +21,7 @@ _SERVED = {"Transformer", "Pooling", "Normalize"}
 
 @dataclass(frozen=True)
 class EmbeddingModel:
-    """How a text's embedding comes from the final hidden state of its last token."""
+    """Way from the final hidden state of a text's last token to its embedding."""
 
     size: int
     """The number of elements of the hidden state."""
@@ -32,7 +32,7 @@ class EmbeddingModel:
 
 
 def embedding_kind(folder: Path, config: EngineConfig) -> EmbeddingModel | str:
-    """How the model in a folder gives embeddings, or why it gives none, as engine.embeddings asks for.
+    """Read how the model in a folder gives embeddings, or why it gives none, as engine.embeddings asks for.
 
     Raises CheckpointError where they are asked for and not served.
     """

@@ -33,7 +33,7 @@ _PLAIN_BYTES = 0.5 + 4 / 64
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint folder holds."""
+    """Contents of a checkpoint folder."""
 
     folder: Path
     model_type: str
@@ -70,7 +70,7 @@ class CheckpointInfo:
         return self.is_projection(name) or (place is not None and not place.bias)
 
     def tensor_bytes(self, name: str, item_bytes: int, keeps_fp4: bool = False, plain: bool = False) -> float:
-        """What loaded_bytes() counts of one tensor; plain: the scales of this expert's weight do not stay nested."""
+        """Bytes that loaded_bytes() counts of one tensor; plain: the scales of this expert's weight do not stay nested."""
         dtype, shape = self.tensors[name]
         count = math.prod(shape)
         place = place_of(name)

@@ -28,7 +28,7 @@ _FEWEST_ROWS = 64
 
 @dataclass(frozen=True)
 class Economies:
-    """What is loaded in another form than the checkpoint has it in, to save memory."""
+    """Parts that are loaded in another form than the checkpoint's, to save memory."""
 
     output_layer: bool = False
     """Whether the output layer becomes NF4."""

@@ -90,7 +90,7 @@ def load_model(
 
 
 def _quantization_options(info: CheckpointInfo, config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """What transformers is told about quantization, in config or beside it: what the files hold, not config.json's."""
+    """Settings of quantization for transformers, in config or beside it: what the files hold, not config.json's."""
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )

@@ -59,7 +59,7 @@ class AdapterFactors:
 
 @dataclass(frozen=True)
 class VocabularyChange:
-    """What an adapter makes of the embedding's or the output layer's weight [vocabulary, hidden]."""
+    """Change that an adapter makes to the embedding's or the output layer's weight [vocabulary, hidden]."""
 
     weight: torch.Tensor | None = None
     """Takes the place of the base's."""

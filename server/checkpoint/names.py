@@ -1,4 +1,4 @@
-"""What the names of a checkpoint's tensors and modules say of the part they belong to; without torch."""
+"""Parts of a model by the names of a checkpoint's tensors and modules; without torch."""
 
 from __future__ import annotations
 

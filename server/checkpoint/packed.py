@@ -22,7 +22,7 @@ _EXPANDED_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class PackedState:
-    """What lies beside a packed tensor's codes, checked."""
+    """Companions of a packed tensor's codes, checked."""
 
     table: str
     """nf4 or fp4."""

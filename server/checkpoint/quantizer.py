@@ -93,7 +93,7 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         self._take_over(model, names)
 
     def get_load_operations(self) -> dict[str, Any]:
-        """What makes a parameter of a packed tensor and its companions."""
+        """Operation that makes a parameter of a packed tensor and its companions."""
         return {"deserialize": _Unpacked}
 
     def get_weight_conversions(self) -> list[Any]:

@@ -46,15 +46,15 @@ class Config(Section):
     served_model_name: tuple[str, ...] | None = None
     """Names that clients may use for the model; the first is the one that metrics and the log have."""
     cache_dir: Path = Field(default_factory=default_cache_dir)
-    """Where converted checkpoints are kept."""
+    """Folder of converted checkpoints."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Where sampling parameters that a request leaves out come from: the model's generation_config.json, or OpenAI's API."""
+    """Source of sampling parameters that a request leaves out: the model's generation_config.json, or OpenAI's API."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """debug, info, warning or error."""
     log_format: Literal["console", "json"] = "console"
     """console or json."""
     otlp_traces_endpoint: str | None = None
-    """Where OpenTelemetry spans are sent, over OTLP/HTTP; needs the extra tracing."""
+    """Address to which OpenTelemetry spans are sent, over OTLP/HTTP; needs the extra tracing."""
     http: HttpConfig = HttpConfig()
     engine: EngineConfig = EngineConfig()
 

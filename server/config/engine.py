@@ -29,7 +29,7 @@ class LoraModule(Section):
 
 
 class EngineConfig(Section):
-    """How the engine runs the model."""
+    """Settings of the engine."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU if there is one."""
@@ -166,7 +166,7 @@ class EngineConfig(Section):
 
     @property
     def lora_slots(self) -> int:
-        """How many adapters there is room for; 0: the model runs without."""
+        """Number of adapters that there is room for; 0: the model runs without."""
         if not self.lora_modules and not self.allow_runtime_lora:
             return 0
         return self.max_loras or len(self.lora_modules) + (4 if self.allow_runtime_lora else 0)

@@ -14,7 +14,7 @@ MetricsNames = Literal["nf4", "vllm", "both"]
 
 
 class HttpConfig(Section):
-    """Where and how the API listens."""
+    """Address, limits and behaviour of the API."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
@@ -27,7 +27,7 @@ class HttpConfig(Section):
     max_queue_tokens: int = Field(default=1_000_000, ge=1)
     """Tokens of the prompts of all accepted requests; beyond it, 429."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
-    """How long running requests may go on after SIGTERM or SIGINT."""
+    """Time that running requests may go on after SIGTERM or SIGINT."""
     api_keys: tuple[str, ...] = ()
     """API keys, one of which every request has to show; none: no key is needed."""
     api_keys_file: Path | None = None
@@ -41,13 +41,13 @@ class HttpConfig(Section):
     tls_key_file: Path | None = None
     """The certificate's key in PEM."""
     request_timeout_s: float | None = Field(default=None, gt=0)
-    """How long one request may take; then it ends with an error. A client may ask for less."""
+    """Time that one request may take; then it ends with an error. A client may ask for less."""
     stalled_client_timeout_s: float | None = Field(default=120.0, gt=0)
-    """How long a client may leave a stream unread; then it counts as gone (Linux)."""
+    """Time that a client may leave a stream unread; then it counts as gone (Linux)."""
     header_timeout_s: float | None = Field(default=20.0, gt=0)
-    """How long a request's head may take to arrive; then 408."""
+    """Time that a request's head may take to arrive; then 408."""
     body_timeout_s: float | None = Field(default=30.0, gt=0)
-    """How long a request's body may make no progress; then 408."""
+    """Time that a request's body may make no progress; then 408."""
     max_header_bytes: int = Field(default=64 * 2**10, ge=1024)
     """Bytes of a request's target and headers together; beyond it, 431."""
     max_headers: int = Field(default=128, ge=8)
@@ -61,7 +61,7 @@ class HttpConfig(Section):
     unknown_options: Literal["warn", "refuse"] = "warn"
     """Fields of a request that the server does not know: named in X-Ignored-Options, or answered with 400."""
     response_store: int = Field(default=0, ge=0)
-    """How many answers of /v1/responses are kept in memory for previous_response_id; 0: none."""
+    """Answers of /v1/responses that are kept in memory for previous_response_id; 0: none."""
     max_images: int = Field(default=16, ge=1)
     """Images of one request; beyond it, 400."""
     max_image_bytes: int = Field(default=20 * 2**20, ge=1024)
@@ -71,7 +71,7 @@ class HttpConfig(Section):
     image_hosts: tuple[str, ...] = ()
     """Hosts that images may be fetched from: "name", "name:port", "*.name"; none: images come in requests only."""
     image_timeout_s: float = Field(default=10.0, gt=0)
-    """How long fetching an image may take."""
+    """Time that fetching an image may take."""
     any_model: bool = False
     """Whether the model answers under any name that is asked for; else an unknown one gets 404."""
 

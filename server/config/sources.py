@@ -1,4 +1,4 @@
-"""Where the configuration comes from: config.yaml, then NF4_* environment variables, then flags; the last one wins."""
+"""Sources of the configuration: config.yaml, then NF4_* environment variables, then flags; the last one wins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where time goes: per step, and each request's share of it."""
+"""Time per step, and each request's share of it."""
 
 from __future__ import annotations
 

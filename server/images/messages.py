@@ -15,7 +15,7 @@ class ImageJob(msgspec.Struct, tag="job", frozen=True):
 
     data: bytes
     file: str
-    """Where its tensors are to be written."""
+    """Path of the file for its tensors."""
     max_pixels: int
     """Images of more are refused before they are decoded."""
     box: int | None = None

@@ -1,4 +1,4 @@
-"""Where prometheus_client keeps the values of metrics in its multiprocess mode: chosen before it is imported."""
+"""Folder of prometheus_client's values in its multiprocess mode: chosen before it is imported."""
 
 from __future__ import annotations
 

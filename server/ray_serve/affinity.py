@@ -39,7 +39,7 @@ def beginnings(body: bytes) -> tuple[bytes, ...]:
 
 
 class Beginnings:
-    """Where beginnings were sent last; the oldest of more than capacity are forgotten."""
+    """Replicas to which beginnings were sent last; the oldest of more than capacity are forgotten."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -40,7 +40,7 @@ class ConnectionLostError(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """Where an ingress receives, and the token that says who may send."""
+    """Address at which an ingress receives, and the token that says who may send."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where one answer goes: its number at an ingress."""
+    """Destination of one answer: its number at an ingress."""
 
     address: Address
     number: int
@@ -81,7 +81,7 @@ class Receiver:
         self._waiting: dict[int, _Incoming] = {}
 
     async def address(self) -> Address:
-        """Where this listens, from the first call on. Raises OSError."""
+        """Address at which this listens, from the first call on. Raises OSError."""
         async with self._starting:
             if self._address is None:
                 self._server = await asyncio.start_server(self._receive, self._host, 0)

@@ -1,4 +1,4 @@
-"""What bench.e2e leaves in its file."""
+"""Results that bench.e2e leaves in its file."""
 
 from __future__ import annotations
 

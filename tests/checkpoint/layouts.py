@@ -131,8 +131,8 @@ def reference_model(folder: Path, target: Path) -> PreTrainedModel:
 
 
 NEAR_TIE = 2e-3
-"""How far behind the likeliest token another may be, in standard deviations of the logits: kernels in fixed point are off by
-2e-4 of the logits' norm (docs/adr/0027), and which of two tokens that near leads is chance."""
+"""Largest distance of a token behind the likeliest one, in standard deviations of the logits. Kernels in fixed point are off
+by 2e-4 of the logits' norm (docs/adr/0027), and which of two tokens that near leads is chance."""
 
 
 def check_greedy(model: PreTrainedModel, prompt: list[int], found: list[int]) -> None:
@@ -146,7 +146,7 @@ def check_greedy(model: PreTrainedModel, prompt: list[int], found: list[int]) ->
 
 
 def served(folder: Path, config: EngineConfig = CONFIG, economies: Economies = NO_ECONOMIES) -> list[list[int]]:
-    """What the engine answers to PROMPTS, all at once."""
+    """Answers of the engine to PROMPTS, all at once."""
     runner = build_runner(load_model(folder, CPU, torch.float32, silent, economies=economies), config)
     requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     outputs = run_together(Engine(runner, config), *requests)

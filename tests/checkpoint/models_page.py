@@ -34,7 +34,7 @@ _ROW = re.compile(r"^\| `(?P<family>[^`]+)` \| [^|]+ \| (?P<name>\w+) \|", re.MU
 
 
 def tables() -> dict[str, dict[str, str]]:
-    """What the page says of each model type, by the title of the section."""
+    """Read what the page says of each model type, by the title of the section."""
     served = {family: "works with transformers 5.24 or newer" if family in NEWER else "works" for family in SERVED}
     refused = {family: f"refused: {_REASONS[family]}" for family in REFUSED}
     multimodal = {

@@ -119,7 +119,7 @@ ADAPTERS: dict[str, tuple[str, Tests]] = {
 
 
 def rows(title: str) -> dict[str, str]:
-    """What the table under a title says of each thing."""
+    """Read what the table under a title says of each thing."""
     section = PAGE.read_text(encoding="utf-8").split(f"## {title}\n")[1].split("\n## ")[0]
     return {match["what"].strip("` "): match["answer"] for match in ROW.finditer(section)}
 

@@ -16,7 +16,7 @@ asked: list[str] = []
 
 
 class Report(pydantic.BaseModel):
-    """What the agent has to say in the end."""
+    """Text that the agent has to say in the end."""
 
     city: Literal["Paris", "Rome"]
     degrees: int = pydantic.Field(ge=0, le=99)

@@ -96,7 +96,7 @@ def version(folder: Path, client: Client) -> str:
 
 
 def command(folder: Path, client: Client) -> list[str]:
-    """How to run a client's script."""
+    """Command line that runs a client's script."""
     script = (HERE / client.script).absolute()
     if script.suffix == ".mjs":
         # Node looks for packages beside a script, wherever it is run.

@@ -1,4 +1,4 @@
-"""What is asked of a machine before anything is installed on it."""
+"""Checks of a machine before anything is installed on it."""
 
 from __future__ import annotations
 

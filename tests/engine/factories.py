@@ -41,7 +41,7 @@ def make_sequence(
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
-    """What a sampler gives that has seen none of the sequences before."""
+    """Sample with a sampler that has seen none of the sequences before."""
     return Sampler(logits.shape[1], logits.device).sample(logits, sequences)
 
 

@@ -71,7 +71,7 @@ def check_answers(
 
 
 def check_behind(behind: torch.Tensor, near_tie: float, least_best: float, least_of_all: float) -> None:
-    """What check_answers() asks of compare()'s distances."""
+    """Bounds that check_answers() has for compare()'s distances."""
     # In float64: float32's mean on a GPU would let exactly least_best pass.
     best = (behind == 0).double()
     found = f"farthest {behind.max():.4f}, best of each {best.mean(1).tolist()}, of all {best.mean():.4f}"
@@ -88,7 +88,7 @@ def compare(
     change: Callable[[Any], None] = lambda model: None,
     **limits: int,
 ) -> tuple[torch.Tensor, int]:
-    """How far each token is behind the best one, float32 [prompts, TOKENS], and how many requests were preempted.
+    """Distance of each token behind the best one, float32 [prompts, TOKENS], and how many requests were preempted.
 
     The best one is transformers' in bfloat16 or its in float32 with the same NF4 weights, whichever the token is nearer to.
     change is what is done to the engine's model alone.

@@ -77,7 +77,7 @@ async def _answers(client: EngineClient, folder: Path) -> None:
 
 
 async def _falls_behind(client: EngineClient) -> None:
-    """What has come meanwhile comes at once, but for an end that is none of the model's."""
+    """Outputs that have come meanwhile come at once, but for an end that is none of the model's."""
     stream = client.generate(make_request(40, max_tokens=12, ignore_eos=True))
     first = await anext(stream)
     await until(lambda: client.stats.running == 0)

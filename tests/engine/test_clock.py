@@ -20,7 +20,7 @@ class Kernels:
         return KernelTimes(self.dequant, self.linear, {})
 
     def run(self) -> None:
-        """What a step does."""
+        """Do a step's work."""
         self.dequant += 1.0
         self.linear += 4.0
 

@@ -110,7 +110,7 @@ def test_processes_that_compute_leave_no_core_free() -> None:
 
 
 def test_slow_steps_do_not_take_much_of_the_time() -> None:
-    """Where the cores are busy a step with spinning threads takes seconds, and nothing can be changed within it."""
+    """If the cores are busy a step with spinning threads takes seconds, and nothing can be changed within it."""
     machine, spun = Machine(), 0.0
     begin = machine.time
     while machine.time < begin + 30:

@@ -1,4 +1,4 @@
-"""What is asked of greedy answers on a GPU holds of a right engine, and not of one whose model is a little off."""
+"""Checks of greedy answers on a GPU: they hold of a right engine, and not of one whose model is a little off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's process imports, in a process of its own."""
+"""Imports of an engine's process, in a process of its own."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def check(
     reference: PreTrainedModel,
     near_tie: float,
 ) -> int:
-    """How many requests parted from what they get alone, each where the model could hardly choose."""
+    """Number of requests that parted from what they get alone, each where the model could hardly choose."""
     parted = 0
     for request in requests:
         mine, expected = found[request.request_id], alone[request.request_id]

@@ -155,7 +155,7 @@ async def test_none_on_a_gpu_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
 
 
 def _descriptors() -> int:
-    """How many ends of pipes this process has open."""
+    """Number of ends of pipes that this process has open."""
     return sum(_is_pipe(name) for name in os.listdir("/proc/self/fd"))
 
 

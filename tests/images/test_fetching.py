@@ -115,7 +115,7 @@ async def test_hosts_that_are_not_named(hosts: list[str], url: str, said: str) -
 
 
 async def test_addresses_that_are_not_public(host: str) -> None:
-    """Whatever name leads there."""
+    """Addresses are refused whatever name leads there."""
     port = host.partition(":")[2]
     for name in ("127.0.0.1", "localhost", "[::1]", "0.0.0.0"):
         named = ImageFetcher([f"{name.strip('[]')}:{port}"], 1.0)

@@ -50,7 +50,7 @@ def build(sources: Path, *flags: str, force: bool = False, keep_objects: bool = 
 
 
 def result(sources: Path, name: str) -> int:
-    """What a function of the library returns; a copy is loaded, as a library is loaded once."""
+    """Result of a function of the library; a copy is loaded, as a library is loaded once."""
     copy = sources.parent / f"{time.monotonic_ns()}.so"
     shutil.copy(sources.parent / "lib" / "library.so", copy)
     return int(getattr(ctypes.CDLL(str(copy)), name)())

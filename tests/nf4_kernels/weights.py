@@ -78,7 +78,7 @@ def quantized(
 
 
 def float32_bound(x: torch.Tensor, expanded: torch.Tensor, exact: torch.Tensor) -> float:
-    """How far from exact [..., N] (of x [..., K] and the weight expanded [N, K]) a CPU GEMM may be, relative to its norm.
+    """Largest distance of a CPU GEMM from exact [..., N] (of x [..., K] and expanded [N, K]), relative to its norm.
 
     In float32 2e-5. In fixed point 1.5e-4 of the results' norm if the products' signs were random; the true norm may be
     smaller, since sums cancel.

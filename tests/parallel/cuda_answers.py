@@ -1,4 +1,4 @@
-"""What an engine on some GPUs answers: `python -m tests.parallel.cuda_answers FOLDER RANKS STEPS FILE` writes it as JSON."""
+"""Answers of an engine on some GPUs: `python -m tests.parallel.cuda_answers FOLDER RANKS STEPS FILE` writes it as JSON."""
 
 from __future__ import annotations
 

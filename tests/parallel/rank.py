@@ -33,7 +33,7 @@ PROMPTS = (3, 41, 17, 9)
 
 
 class Answers(TypedDict):
-    """What some requests, greedy ones and sampled ones, got; by the prompt's length."""
+    """Answers to some requests, greedy ones and sampled ones; by the prompt's length."""
 
     tokens: dict[str, list[int]]
     logprobs: dict[str, list[float]]
@@ -78,7 +78,7 @@ def answers(folder: Path, membership: Membership | None, config: EngineConfig = 
 def answers_of_ranks(
     folders: list[Path], count: int, store: Path, refusing: int | None = None
 ) -> list[dict[str, Answers]]:
-    """What each of count ranks, in processes of their own, got of the models in folders, by the folder.
+    """Answers of each of count ranks, in processes of their own, from the models in folders, by the folder.
 
     refusing: the rank whose warm-up check finds written layers wrong.
     """

@@ -89,7 +89,7 @@ def save_drafting(model: PreTrainedModel, folder: Path) -> None:
 def alone(
     request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Answers]:
-    """What one GPU answers, by family, of the families that have been selected."""
+    """Answers of one GPU, by family, of the families that have been selected."""
     root = tmp_path_factory.mktemp("alone")
     own = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     selected = {call.params.get("family") for call in own if call is not None}

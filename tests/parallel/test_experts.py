@@ -40,7 +40,7 @@ Save = Callable[[Path], object]
 
 
 def saved(family: str, sizes: dict[str, Any] | None = None, **options: Any) -> Save:
-    """How a small random model of a family is saved: an NF4 tensor for each expert, scales nested, or as options say."""
+    """Save a small random model of a family: an NF4 tensor for each expert, scales nested, or as options say."""
     sizes = {**SIZES, **OTHERS.get(family, {}), **(sizes or {})}
     renames = {"gpt_oss": unsloth_gpt_oss, "llama4_text": separate_experts}
     if family in renames:

@@ -58,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path]) -> dict[str, Answers]:
-    """What one rank answers by transformers' own layers."""
+    """Answers of one rank by transformers' own layers."""
     return {family: answers(folder, None, EAGER) for family, folder in folders.items()}
 
 

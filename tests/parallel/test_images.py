@@ -53,7 +53,7 @@ def failed(reason: str, fatal: bool) -> None:
 
 
 def answered(folder: Path, name: str, ranks: int) -> tuple[list[Answer], Engine]:
-    """What an engine of several ranks answers to prompts with images and without."""
+    """Answers of an engine of several ranks to prompts with images and without."""
     config = EngineConfig(
         device="cpu", kv_cache_bytes=2**22, enforce_eager=True, block_size=4, max_num_batched_tokens=32, threads=ranks,
         tensor_parallel_size=ranks,

@@ -1,4 +1,4 @@
-"""How ranks come to sum in one launch: all of them do or none does. On one GPU, which their processes share in turns."""
+"""Meeting of ranks that sum in one launch: all of them do or none does. On one GPU, which their processes share in turns."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoraModule:
 def answers(
     folder: Path, adapter: LoraModule, ranks: int, speculation: str
 ) -> tuple[dict[str, RequestOutput], EngineStats]:
-    """What random requests get: greedy and sampled ones, with all options, adapters, preemptions and shared prefixes."""
+    """Answers to random requests: greedy and sampled ones, with all options, adapters, preemptions and shared prefixes."""
     drafts = speculation == "draft"
     of_a_block = BYTES_PER_BLOCK // ranks + drafts * BYTES_PER_BLOCK  # every rank has the draft model whole
     config = EngineConfig(

@@ -95,7 +95,7 @@ def replicas(deployment: str = "Engine") -> dict[str, str]:
 
 
 def ask(url: str, number: int) -> str:
-    """How one streaming request ended: "whole", or its error's code. Everything else fails the test."""
+    """End of one streaming request: "whole", or its error's code. Everything else fails the test."""
     body = chat_body(messages=user(f"Write about {number * 7919}."), max_tokens=TOKENS, stream=True, ignore_eos=True)
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S, trust_env=False) as answer:
         if answer.status_code != 200:
@@ -130,7 +130,7 @@ class Load:
         return ends
 
     def stop(self) -> Counter[str]:
-        """How all ended; what a request raised is raised."""
+        """Ends of all; what a request raised is raised."""
         self._stop.set()
         return Counter(end for client in self._clients for end in client.result(PATIENCE_S))
 

@@ -1,4 +1,4 @@
-"""How many requests replicas have: what the router for Ray Serve goes by. Ray itself is not needed here."""
+"""Number of requests that replicas have: what the router for Ray Serve goes by. Ray itself is not needed here."""
 
 from __future__ import annotations
 

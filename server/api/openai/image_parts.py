@@ -14,7 +14,7 @@ DETAILS = ("auto", "low", "high")
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Where an image comes from."""
+    """Source of an image."""
 
     url: str
     """A data: URL, or where to fetch it."""

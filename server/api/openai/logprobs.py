@@ -151,7 +151,7 @@ class CompletionLogprobsBuilder:
 
 
 def _prompt_offsets(tokenizer: Tokenizer, ids: list[int], text: str) -> list[int]:
-    """Where in a prompt's text its tokens begin. Special tokens are in the text if that was written so."""
+    """Places in a prompt's text at which its tokens begin. Special tokens are in the text if that was written so."""
     offsets, place = [], 0
     detokenizer: Detokenizer | None = None
     for token_id in ids:

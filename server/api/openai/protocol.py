@@ -67,7 +67,7 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
 
 
 class Timings(msgspec.Struct):
-    """Where the time of one answer went, in seconds; dequant and linear are its share of the NF4 layers' time.
+    """Times of one answer, in seconds; dequant and linear are its share of the NF4 layers' time.
 
     draft_tokens and accepted_tokens are no times: draft tokens that were verified, and those that were accepted.
     """

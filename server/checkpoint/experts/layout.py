@@ -1,4 +1,4 @@
-"""What a transformers module of experts computes and how it has its weights, found out without its class's name."""
+"""Computation and layout of a transformers module of experts, found out without its class's name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAYER = re.compile(r".*\blayers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """How transformers' module has one layer's experts."""
+    """Layout of one layer's experts in transformers' module."""
 
     name: str
     """The module's name within the model."""

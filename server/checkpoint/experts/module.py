@@ -51,5 +51,5 @@ class NF4Experts(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """What print(model) says of it."""
+        """Text that print(model) has of it."""
         return f"experts={self.num_experts}, gate_up={self.gate_up.shape}, down={self.down.shape}"

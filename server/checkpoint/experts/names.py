@@ -1,4 +1,4 @@
-"""How checkpoints name the tensors of experts and routers. Imports no torch."""
+"""Names that checkpoints have for the tensors of experts and routers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TAKEN = (
 
 @dataclass(frozen=True)
 class Place:
-    """What a tensor is: a part of one expert's weights or biases, or of all experts' (expert is None)."""
+    """Role of a tensor: a part of one expert's weights or biases, or of all experts' (expert is None)."""
 
     layer: int
     part: Part

@@ -15,7 +15,7 @@ from server.checkpoint.experts.tensors import BLOCKSIZE, CheckpointTensors, quan
 
 
 class Cut(Protocol):
-    """What a shard keeps of every expert."""
+    """Part that a shard keeps of every expert."""
 
     @property
     def whole(self) -> int:
@@ -23,17 +23,17 @@ class Cut(Protocol):
 
     @property
     def inner(self) -> int:
-        """How many of these are kept, zeros included."""
+        """Number of these that are kept, zeros included."""
 
     def weight(self, weight: Weight, part: Part, interleaved: bool) -> Weight:
-        """What is kept of a weight [.., n, k] of one expert or of several; ValueError where it cannot be cut so.
+        """Cut a weight [.., n, k] of one expert or of several to what is kept; ValueError if it cannot be cut so.
 
         Of a gate_up the gates are in front of the ups, or the rows of both take turns (interleaved), then also in what is
         kept.
         """
 
     def bias(self, bias: torch.Tensor, part: Part) -> torch.Tensor | None:
-        """What is kept of the biases [experts, rows] of gate_up, gates first, or of down."""
+        """Cut the biases [experts, rows] of gate_up, gates first, or of down to what is kept."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class LayerReader:
         return names[part, expert]
 
     def _matrix(self, part: Part, expert: int, rows: int, columns: int) -> Weight:
-        """What is kept of one expert's weight [rows, columns]; where it is not in NF4, it is quantized on the device."""
+        """Cut one expert's weight [rows, columns] to what is kept; if it is not in NF4, it is quantized on the device."""
         name = self._name(self._names.weights, part, expert, "weight")
         if is_nf4(name, self._tensors):
             return self._kept(self._tensors.read_nf4(name, (rows, columns)), part, name)
@@ -130,7 +130,7 @@ class LayerReader:
         return self._kept(self._quantize(matrix, name), part, name)
 
     def _kept(self, weight: Weight, part: Part, name: str) -> Weight:
-        """What is kept of a weight [.., n, k] of one expert or of several, one after another."""
+        """Cut a weight [.., n, k] of one expert or of several, one after another, to what is kept."""
         if self._cut is None:
             return weight
         try:

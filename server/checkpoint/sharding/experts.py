@@ -1,4 +1,4 @@
-"""Which part of a mixture's experts a shard has: of every expert some gates and ups, and the columns of down behind them.
+"""Part that a shard has of a mixture's experts: of every expert some gates and ups, and the columns of down behind them.
 
 The router is whole in every shard, so that all choose the same experts, and what these compute is a partial sum. A part's
 codes and scales are the checkpoint's own. Nested scales stay nested where the parts of gates and ups are whole groups of
@@ -30,12 +30,12 @@ from server.checkpoint.sharding.widths import range_of
 
 @dataclass(frozen=True)
 class ExpertsPart:
-    """What a shard has of one layer's experts (a Cut of server.checkpoint.experts.reader)."""
+    """Part that a shard has of one layer's experts (a Cut of server.checkpoint.experts.reader)."""
 
     whole: int
     """Features between an expert's gates, ups and downs."""
     inner: int
-    """How many of them each shard has, zeros included (see widths.py)."""
+    """Number of them that each shard has, zeros included (see widths.py)."""
     rank: int
 
     def weight(self, weight: Weight, part: Projection, interleaved: bool) -> Weight:
@@ -61,7 +61,7 @@ class ExpertsPart:
 
 
 def experts_of(whole: nn.Module, own: nn.Module, shard: Shard, folder: object) -> dict[str, ExpertsPart]:
-    """What a shard has of every layer's experts, by the name of their module.
+    """Part that a shard has of every layer's experts, by the name of their module.
 
     whole, own: the model as it is and the shard (of shard_config()), which may be on the meta device. Raises
     CheckpointError for a module of experts whose code is not known.

@@ -1,4 +1,4 @@
-"""What a shard has of parameters that are of all heads: attention sinks, and norms over all heads."""
+"""Part that a shard has of parameters of all heads: attention sinks, and norms over all heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes a shard's weights take, by the names and shapes of a checkpoint's tensors."""
+"""Bytes that a shard's weights take, by the names and shapes of a checkpoint's tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shard of a checkpoint is before any weight is read: what it has of everything, or why it cannot be."""
+"""Plan of a shard before any weight is read: what it has of everything, or why it cannot be."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def plan_shard(folder: Path, device: torch.device, dtype: torch.dtype, shard: Sh
 
 
 def divided(whole: CheckpointInfo, chosen: Loading, count: int) -> tuple[CheckpointInfo, int]:
-    """What of a checkpoint is divided, and weights of one scale block. chosen: what loading_of() says.
+    """Sizes of a checkpoint that are divided, and weights of one scale block. chosen: what loading_of() says.
 
     Raises CheckpointError where count shards cannot be, as far as no model has to be made to see it.
     """

@@ -1,4 +1,4 @@
-"""How a model is divided among the processes of tensor parallelism: which process has which rows and columns of each weight.
+"""Division of a model among the processes of tensor parallelism: which process has which rows and columns of each weight.
 
 A shard is a model of its own with fewer heads and a narrower MLP, which transformers builds from a configuration that
 says so. What is narrower in it than in the whole model shows how each weight is split: along n, along k, or not at all.
@@ -44,7 +44,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Part:
-    """What a shard has of a linear layer's weight [n, k]: ranges of rows, one after another, and a range of columns.
+    """Part that a shard has of a linear layer's weight [n, k]: ranges of rows, one after another, and a range of columns.
 
     padding: zeros behind the columns of a part of k, or else behind each range of rows (see widths.py).
     """
@@ -189,7 +189,7 @@ def parts_of(
     folder: object,
     others: Collection[str] = (),
 ) -> dict[str, Part]:
-    """What a shard has of every linear layer, by the layer's name. The modules may be on the meta device.
+    """Part that a shard has of every linear layer, by the layer's name. The modules may be on the meta device.
 
     whole, own: the model as it is, and the shard (of shard_config()). others: modules and parameters that are divided
     otherwise. Raises CheckpointError where the two do not differ as a known way of dividing makes them differ.

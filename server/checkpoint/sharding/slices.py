@@ -134,7 +134,7 @@ def joined(tensor: torch.Tensor, spans: list[tuple[int, int]], zeros: int) -> to
 
 
 def groups_of_spans(spans: list[tuple[int, int]], zeros: int) -> list[tuple[int, int, int]] | None:
-    """Where spans are whole groups of 256 blocks: each one's first group, the one behind its last, and groups of zeros
+    """Divide spans that are whole groups of 256 blocks: each one's first group, the one behind its last, and groups of zeros
     behind these; else None, on every rank alike. The last rank's spans may be short or empty where zeros are behind them.
     """
     size, found = NESTED_BLOCKSIZE, []

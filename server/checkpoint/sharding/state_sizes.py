@@ -16,7 +16,7 @@ def undivided_states(text: Any) -> str | None:
 
 
 def state_sizes(text: Any, blocksize: int) -> list[tuple[int, int]]:
-    """What is divided: (size, what each shard's part of it has to be a multiple of). blocksize: of NF4 weights."""
+    """Sizes that are divided: (size, what each shard's part of it has to be a multiple of). blocksize: of NF4 weights."""
     kinds, sizes = _kinds(text), []
     if _DELTA in kinds:
         heads, dim = text.linear_num_value_heads, text.linear_value_head_dim
@@ -27,7 +27,7 @@ def state_sizes(text: Any, blocksize: int) -> list[tuple[int, int]]:
 
 
 def states_in_words(text: Any) -> str:
-    """What is divided, as the end of a list; empty in models without states."""
+    """Names of what is divided, as the end of a list; empty in models without states."""
     kinds, words = _kinds(text), ""
     if _DELTA in kinds:
         words += (

@@ -1,4 +1,4 @@
-"""What a shard has of layers with states: heads of the gated delta rule, or channels of a short convolution.
+"""Part that a shard has of layers with states: heads of the gated delta rule, or channels of a short convolution.
 
 A rank has whole key heads with all value heads that read them, so that its states are its own and one sum behind the output
 projection is all that ranks exchange. Channels of a short convolution do not read one another, and are divided the same way.
@@ -25,7 +25,7 @@ _OF_VALUES = ("in_proj_z", "in_proj_qkvz", "in_proj_b", "in_proj_a", "in_proj_ba
 
 @dataclass
 class StateParts:
-    """What a shard has of layers with states, by name."""
+    """Parts that a shard has of layers with states, by name."""
 
     parts: dict[str, Part] = field(default_factory=dict)
     """Of linear layers."""
@@ -34,7 +34,7 @@ class StateParts:
 
 
 def states_of(whole: PreTrainedModel, own: PreTrainedModel, shard: Shard, folder: object) -> StateParts:
-    """What the shard has of the layers with states; own's short convolutions become as narrow as their parts.
+    """Divide the layers with states; own's short convolutions become as narrow as their parts.
 
     whole, own: the model as it is and the shard (of shard_config()), on the meta device. Raises CheckpointError for a layer
     whose parts no rule describes.

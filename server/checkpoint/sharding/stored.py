@@ -64,7 +64,7 @@ class StoredTensors:
         return f"{self._names.get(name, name)}.{_STATE}" in self._files
 
     def quant_state(self, name: str) -> QuantState | None:
-        """How the weight of that name is quantized; None where it is not.
+        """Format of the weight of that name; None if it is not quantized.
 
         Raises CheckpointError, by name, for what one rank refuses, too: scales that are not finite numbers among them.
         """

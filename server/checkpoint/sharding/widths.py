@@ -1,4 +1,4 @@
-"""How the widths of a model's MLPs and experts are divided: in whole scale blocks, with zeros where these do not divide.
+"""Division of the widths of a model's MLPs and experts: in whole scale blocks, with zeros where these do not divide.
 
 GLM-4.5-Air's dense layer has 171 blocks of 64 and gpt-oss' experts have 45. Every rank then has the same number of blocks,
 and the last ones have fewer of the model's own and zeros behind them. A zero gate and a zero up make zero, which zeros of
@@ -36,7 +36,7 @@ def _adjusted(text: Any) -> int:
 
 
 def part_of_width(width: int, count: int, blocksize: int) -> int | None:
-    """What each of count shards has of a width, zeros included; None where that would be too many zeros."""
+    """Part that each of count shards has of a width, zeros included; None if that would be too many zeros."""
     if width % blocksize:
         return None
     each = -(-width // (count * blocksize)) * blocksize

@@ -1,4 +1,4 @@
-"""How many GPUs engine.tensor_parallel_size auto takes: the fewest that hold the model, of those sizes that divide it."""
+"""Number of GPUs of engine.tensor_parallel_size auto: the fewest that hold the model, of the sizes that divide it."""
 
 from __future__ import annotations
 

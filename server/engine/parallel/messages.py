@@ -1,4 +1,4 @@
-"""What the engine's process tells its workers, and what they tell it.
+"""Messages between the engine's process and its workers.
 
 A step is one message: its chunks in columns, and of the block tables only what is new since the step before. A worker
 keeps block tables of its own up to date with that.
@@ -86,7 +86,7 @@ class ComputeStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     blocks: bytes
     """The new blocks of the changed rows, one row after another."""
     sampling: Sampling | None = None
-    """How the worker samples the tokens itself; None: the engine does."""
+    """Way in which the worker samples the tokens itself; None: the engine does."""
     offsets: bytes | None = None
     """[sequences]: what positions are more than places; None: nothing."""
     images: StepImages | None = None

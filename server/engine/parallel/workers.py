@@ -194,13 +194,13 @@ class Workers:
         return None
 
     def _dead(self) -> tuple[str, bool] | None:
-        """Which worker has ended."""
+        """Worker that has ended."""
         ended = _first_ended(self._processes)
         return None if ended is None else (ended, False)
 
 
 def _first_ended(processes: list[subprocess.Popen[bytes]]) -> str | None:
-    """Which rank has ended, one that was killed before one that failed, and how; None where all run."""
+    """Rank that has ended, one that was killed before one that failed, and its end; None if all run."""
     codes = {rank: process.poll() for rank, process in enumerate(processes, 1)}
     ended = sorted((code, rank) for rank, code in codes.items() if code is not None)
     for code, rank in ended:

@@ -51,7 +51,7 @@ class Spans:
         adapters: Sequence[int | None],
     ) -> None:
         self.tables = tables
-        """Where the blocks are."""
+        """Block tables of the sequences."""
         self.rows = rows
         """int64 [S]: each sequence's row of the tables; sequences may share one."""
         self.starts = starts

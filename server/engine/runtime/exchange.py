@@ -1,4 +1,4 @@
-"""What the processes of tensor parallelism exchange: sums and rows of tensors, rank 0's tensors, what they agree on.
+"""Exchanges of the processes of tensor parallelism: sums and rows of tensors, rank 0's tensors, what they agree on.
 
 A process belongs to one group at most, which join() makes; where there is none, a rank is alone and exchanges nothing.
 The operations are torch's own collectives, which CUDA graphs capture: NCCL on CUDA, gloo on CPU. Small tensors are summed by
@@ -20,7 +20,7 @@ from server.engine.runtime.peers import meet_peers
 # Ranks reach their trials at the same time, except for the time that they compile or load for.
 TIMEOUT = timedelta(minutes=10)
 EXCHANGE_S = 8.0
-"""How long our own launches wait for a rank once requests are served; workers.STEP_S is a second more."""
+"""Seconds that our own launches wait for a rank once requests are served; workers.STEP_S is a second more."""
 ENVIRONMENT = {
     # On a host with many users the resources of NVLink multicast run out, and then what asks for them fails.
     "NCCL_NVLS_ENABLE": "0",
@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-"""What the processes of a group have in their environment, unless the user's says otherwise."""
+"""Environment variables of a group's processes, unless the user's say otherwise."""
 
 
 class ExchangeError(RuntimeError):

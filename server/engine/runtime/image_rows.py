@@ -31,7 +31,7 @@ class ImageRows:
     rows: IntArray
     """[R]: the rows of all placeholders, ascending."""
     parts: Sequence[ImagePart] = ()
-    """What stands in for these rows, in the same order; none where another rank has the image tower."""
+    """Images whose features stand in for these rows, in the same order; none where another rank has the image tower."""
     axes: Sequence[tuple[int, IntArray]] = ()
     """(a first row, positions [3, rows]) of chunks whose positions differ by axis."""
     seen: IntArray | None = None

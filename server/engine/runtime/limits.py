@@ -60,7 +60,7 @@ def sequence_limit(config: EngineConfig, device: torch.device, cached_tokens: in
 
 
 def auto_sequences(memory: int, cached_tokens: int | None) -> int:
-    """How many sequences deserve graphs and memory for their logits on a GPU with `memory` bytes, a multiple of 64.
+    """Number of sequences that deserve graphs and memory for their logits on a GPU with `memory` bytes, a multiple of 64.
 
     Every one should find LEAST_CACHED tokens in the KV cache, or they would only preempt one another.
     """
@@ -88,7 +88,7 @@ class ModelLimits:
 
 
 def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, budget: int) -> ModelLimits:
-    """What a cache of budget bytes allows; a KV block takes per_block bytes."""
+    """Limits of a cache of budget bytes; a KV block takes per_block bytes."""
     text = model.config.get_text_config()
     num_blocks = budget // per_block
     cached_tokens = num_blocks * config.block_size
@@ -136,7 +136,7 @@ def own_limit(text: Any) -> int | None:
 
 
 def _rotary_parameters(text: Any) -> list[dict[str, Any]]:
-    """What rotary embeddings are made of: one for the model, or one for each kind of layer."""
+    """Parameters of rotary embeddings: one for the model, or one for each kind of layer."""
     given = getattr(text, "rope_parameters", None) or {}
     each = [part for part in given.values() if isinstance(part, dict)]
     return each or [given]

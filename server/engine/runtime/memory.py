@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV cache may take (what a largest step leaves free), and how much is in use."""
+"""GPU memory that the KV cache may take (what a largest step leaves free), and memory in use."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def load_native(source: Path) -> ctypes.CDLL | str:
 
 
 def cpu_features() -> str:
-    """What -march=native depends on, as text."""
+    """Features that -march=native depends on, as text."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -29,7 +29,7 @@ class SmallSteps(Protocol):
         ...
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """What PagedModel.run() gives."""
+        """Result of PagedModel.run()."""
         ...
 
 
@@ -52,7 +52,7 @@ class PagedModel:
         """
         self.model = model
         self.device: torch.device = model.device
-        """Where the model runs."""
+        """Device of the model."""
         self.backend = backend
         self.block_size = block_size
         self.clock = clock
@@ -105,7 +105,7 @@ class PagedModel:
         return hidden[batch.sampled_rows].float()
 
     def _call(self, module: Any, batch: Batch, **options: Any) -> Any:
-        """What the model, or its part without the head, gives for a batch."""
+        """Run the model, or its part without the head, on a batch."""
         inputs: AbstractContextManager[dict[str, Any]] = nullcontext({"input_ids": batch.ids.unsqueeze(0)})
         positions = batch.positions.unsqueeze(0)
         if batch.images is not None:

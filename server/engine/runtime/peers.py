@@ -1,4 +1,4 @@
-"""How ranks come to sum small tensors in one launch of our own (nf4_kernels.cuda.peers), where GPUs reach one another."""
+"""Set-up of ranks that sum small tensors in one launch of our own (nf4_kernels.cuda.peers), if GPUs reach one another."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _unusable(ranks: int) -> str | None:
 
 
 def _tried(peers: PeerReducer) -> str | None:
-    """What is wrong with sums over the ranks; None where they are right."""
+    """Fault of sums over the ranks; None if they are right."""
     peers.set_patience(TRIAL_S)
     # Both protocols, and all thread blocks in both slots of an inbox, which they take in turn.
     most = peers.most_bytes

@@ -67,12 +67,12 @@ class ModelRunner:
         self._newest: torch.Tensor | None = None
         self._graphs = graphs or StepGraphs()
         self.step_costs = step_costs
-        """What decode steps cost by their tokens, where the configuration has speculation."""
+        """Costs of decode steps by their tokens, if the configuration has speculation."""
         self.draft_model = draft_model
         """Proposes draft tokens, where the configuration has one."""
         self._sampler = Sampler(limits.vocab_size, paged.device, paged.clock)
         self.limits = limits
-        """What the model and the cache allow."""
+        """Limits of the model and the cache."""
         self.adapters = adapters
         """The LoRA adapters that sequences may use, if the configuration allows any."""
         self.memory = MemoryGauge(paged.device)
@@ -86,7 +86,7 @@ class ModelRunner:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """Device of the model."""
         return self._paged.device
 
     @property
@@ -111,7 +111,7 @@ class ModelRunner:
 
     @property
     def kernels(self) -> str:
-        """Which NF4 kernels run, in words."""
+        """NF4 kernels that run, in words."""
         return f"nf4_kernels {nf4_kernels.capabilities()[self.device.type]}"
 
     @torch.inference_mode()
@@ -131,7 +131,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, given: StepInput) -> torch.Tensor:
-        """What forward() gives for the columns of a step, or its hidden states."""
+        """Compute forward()'s result for the columns of a step, or its hidden states."""
         batch = self._batch(given)
         found = self._compute(given, batch)
         if self.states is not None:

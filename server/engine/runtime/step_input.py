@@ -1,4 +1,4 @@
-"""What a forward pass is made from: a step's chunks in columns, of those that decode and of the others."""
+"""Input of a forward pass: a step's chunks in columns, of those that decode and of the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepInput:
     """All that a forward pass is made from: a step's chunks in columns, those of one token first."""
 
     tables: BlockTables
-    """Where the sequences' KV blocks are."""
+    """Block tables of the sequences."""
     rows: npt.NDArray[np.int64]
     """[S]: each sequence's row of the tables."""
     starts: npt.NDArray[np.int64]

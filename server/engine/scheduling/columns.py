@@ -30,7 +30,7 @@ class Departed(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What any of some sequences is or has."""
+    """Features that any of some sequences has."""
 
     needs: SamplingNeeds = SamplingNeeds.NOTHING
     adapted: bool = False
@@ -38,7 +38,7 @@ class Traits(NamedTuple):
 
     @classmethod
     def of(cls, sequences: Iterable[Sequence]) -> Traits:
-        """What any of these has."""
+        """Features that any of these has."""
         found = cls()
         for own in sequences:
             needs, adapted, with_images = own.needs, own.adapter is not None, own.images is not None
@@ -47,7 +47,7 @@ class Traits(NamedTuple):
         return found
 
     def merged(self, other: Traits) -> Traits:
-        """What either has."""
+        """Join with another's features."""
         needs, adapted, with_images = other
         return Traits(self.needs | needs, self.adapted or adapted, self.with_images or with_images)
 
@@ -123,7 +123,7 @@ class DecodeColumns:
         )
 
     def still_running(self, departed: Departed) -> tuple[list[bool] | None, DecodeColumns]:
-        """Which of these run, None: all; and those. departed: as of now, with none preempted since."""
+        """Flags of those that run (None: all), and their columns. departed: as of now, with none preempted since."""
         if departed == self.departed:
             return None, self
         if self._left is None or self._left[1].departed != departed:

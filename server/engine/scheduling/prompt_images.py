@@ -72,7 +72,7 @@ class PromptImages:
         return [image for image in self.images if image.start < end and image.end > start]
 
     def chunk_length(self, start: int, length: int, alone: bool) -> int:
-        """How many of length tokens from place start on may be a chunk; 0: none in this step, for an image must be whole.
+        """Tokens, of length ones from place start on, that may be a chunk; 0: none in this step, as an image must be whole.
 
         alone: whether the step has no other chunk of a prompt. Then an image that is longer than any step is one.
         """

@@ -85,7 +85,7 @@ class LoadedAdapter:
 
 
 class Phase(enum.Enum):
-    """Where a sequence is in its life."""
+    """Phase of a sequence's life."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -102,7 +102,7 @@ class Sequence:
     original: Sequence | None = None
     """The real sequence, of one as it would be with draft tokens (speculation)."""
     draft_tokens: tuple[int, ...] = ()
-    """What such a one has behind its tokens."""
+    """Draft tokens of such a one."""
     snapshot = -1
     """The slot of the states that it goes on from, until its next chunk has been scheduled; -1: its own."""
     backup = -1
@@ -134,7 +134,7 @@ class Sequence:
         """Prompt tokens that were found in the cache when the sequence was admitted first."""
         self.blocks: list[int] = []
         self.tables: BlockTables | None = None
-        """Where its blocks are written down for the steps, while it runs."""
+        """Block tables that have its row, while it runs."""
         self.row = 0
         """Its row of the tables."""
         self.adapter = None if adapter is None else adapter.slot

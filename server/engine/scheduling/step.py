@@ -93,7 +93,7 @@ class Step:
         self.admitted: list[Sequence] = []
         """Sequences that were waiting before this step."""
         self.unread: UnreadDrafts | None = None
-        """Where draft tokens are that the host does not know yet; PLACEHOLDER stands for each of them."""
+        """Draft tokens that the host does not know yet; PLACEHOLDER stands for each of them."""
         self.ahead = False
         """Whether it was launched while the step in front of it still ran."""
 

@@ -95,7 +95,7 @@ class EngineProcess:
 
     @property
     def folder(self) -> Path:
-        """Where the sockets are."""
+        """Folder of the sockets."""
         return self._folder
 
     @property
@@ -143,10 +143,10 @@ def socket_address(folder: Path, name: str) -> str:
 
 
 def clients_address(to_engine: str) -> str:
-    """Where the engine takes requests of all other API processes than the one that supervises it."""
+    """Address at which the engine takes requests of API processes other than the one that supervises it."""
     return f"{to_engine}.clients"
 
 
 def client_address(from_engine: str, client: int) -> str:
-    """Where another API process takes its outputs."""
+    """Address at which another API process takes its outputs."""
     return f"{from_engine}.{client}"

@@ -30,7 +30,7 @@ _NUMBERS = {
 
 
 class StartSteps:
-    """Where a start is. A step's number never falls; one that is passed over is one that had nothing to do."""
+    """Progress of a start. A step's number never falls; one that is passed over is one that had nothing to do."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """now: in seconds."""

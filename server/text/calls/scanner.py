@@ -83,7 +83,7 @@ class ObjectScanner:
         return count, out
 
     def _end_of_run(self, text: str, start: int) -> int:
-        """Where the characters end that are read together: those that change no state, or one that may."""
+        """End of the characters that are read together: those that change no state, or one that may."""
         if self._escaped or (self._depth < 2 and not self._in_string):
             return start + 1
         plain = (_PLAIN_IN_STRING if self._in_string else _PLAIN_IN_VALUE).match(text, start)

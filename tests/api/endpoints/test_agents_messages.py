@@ -1,4 +1,4 @@
-"""What coding agents' conversations hold beside plain text, on /v1/messages, with a long context."""
+"""Parts of coding agents' conversations other than plain text, on /v1/messages, with a long context."""
 
 from __future__ import annotations
 

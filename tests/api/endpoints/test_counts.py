@@ -1,4 +1,4 @@
-"""What several API processes count together."""
+"""Counts of several API processes together."""
 
 from __future__ import annotations
 

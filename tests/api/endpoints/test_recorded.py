@@ -1,4 +1,4 @@
-"""What coding agents and SDKs send on their defaults, recorded from the real clients, gets an answer."""
+"""Requests of coding agents and SDKs on their defaults, recorded from the real clients, get an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends gets an answer in OpenAI's error shape, and the server goes on."""
+"""Bad input of every kind gets an answer in OpenAI's error shape, and the server goes on."""
 
 from __future__ import annotations
 

@@ -36,12 +36,12 @@ STRINGS = (
 
 @dataclass(frozen=True)
 class Kind:
-    """What the files of a model type's checkpoints say."""
+    """Configuration in the files of a model type's checkpoints."""
 
     tokens: dict[str, str]
     """Its special tokens, by the tokenizer's names for them."""
     shown: str
-    """What the chat template writes for an image."""
+    """Text that the chat template writes for an image."""
     processor: dict[str, Any]
     """preprocessor_config.json."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Kind:
     config: dict[str, Any] = field(default_factory=dict)
     """More of config.json."""
     mark: str = ""
-    """What the processor puts an image's tokens in the place of; empty: boi_token or image_token."""
+    """Text that the processor replaces by an image's tokens; empty: boi_token or image_token."""
 
     @property
     def replaced(self) -> str:

@@ -181,7 +181,7 @@ def test_the_second_of_two_images_is_named(served: Served) -> None:
 
 
 def test_responses_and_messages_have_the_same_prompt(served: Served) -> None:
-    """What the chat counts for a text and an image, and so do the other forms; errors name their own fields."""
+    """The other forms count as the chat does for a text and an image; errors name their own fields."""
     image = encoded(picture(1))
     count, _ = served.expected(["What is it?", picture(1)])
     url = image_part(image)["image_url"]["url"]

@@ -113,7 +113,7 @@ def test_a_key_s_limit_is_one(server: RunningServer, http: httpx.Client) -> None
 
 @contextmanager
 def one_each_refused(server: RunningServer) -> Iterator[list[tuple[int, str]]]:
-    """What twelve new connections, of which each process has some, get for a key at its limit."""
+    """Answers that twelve new connections, of which each process has some, get for a key at its limit."""
     found = []
     for _ in range(12):
         with client(server) as http:

@@ -55,7 +55,7 @@ def documents(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_json_with_a_name_is_an_answer(llama: httpx.Client) -> None:
-    """Where tools may be called, an answer that a schema bounds is the one or the other, on every endpoint alike."""
+    """If tools may be called, an answer that a schema bounds is the one or the other, on every endpoint alike."""
     answered = 0
     for name in ("clock", "weather", "zzz", "qqq", "add", "tell", "x", "go"):  # the random model calls some of them
         function = {"name": name, "parameters": NOTHING}

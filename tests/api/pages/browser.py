@@ -109,7 +109,7 @@ class Page:
         await self.call("Fetch.enable", patterns=[{"urlPattern": f"*{name}"} for name in self._answers])
 
     async def value(self, expression: str) -> Any:
-        """What an expression (a promise's, too) gives in the page."""
+        """Value of an expression (a promise's, too) in the page."""
         result = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
@@ -141,7 +141,7 @@ class Page:
         )
 
     async def count(self, selector: str) -> int:
-        """How many elements there are."""
+        """Number of elements."""
         return int(await self.value(f"document.querySelectorAll({json.dumps(selector)}).length"))
 
     async def visible(self, selector: str) -> bool:
@@ -220,7 +220,7 @@ async def _tab_of(debugger: str, browser: Page, context: str, address: str) -> A
 
 
 async def keep_settings(page: Page, values: dict[str, Any], path: str = "") -> None:
-    """What new chats begin with, from the next load on; path: where the server is below its proxy's address."""
+    """Set what new chats begin with, from the next load on; path: where the server is below its proxy's address."""
     await page.value(f"localStorage.setItem('nf4-chat{path}.settings', {json.dumps(json.dumps(values))})")
 
 
@@ -298,7 +298,7 @@ async def paste(page: Page, text: str) -> None:
 
 
 async def pasted(page: Page) -> str:
-    """What the clipboard holds, pasted into the field of messages."""
+    """Paste the clipboard into the field of messages."""
     await page.set("#text", "")
     await page.value("document.getElementById('text').focus()")
     await page.call("Input.dispatchKeyEvent", type="keyDown", key="v", code="KeyV", modifiers=2, commands=["paste"])

@@ -1,4 +1,4 @@
-"""What the pages are made of, as it is served: on an application without a model."""
+"""Files of the pages, as they are served: on an application without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the chat page shows what models write, and itself: safe, readable, small, usable without a pointer."""
+"""Display of the chat page, and of what models write: safe, readable, small, usable without a pointer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shard takes is counted before it is loaded: zeros behind widths and expanded scales of experts, too."""
+"""Count of a shard's bytes before it is loaded: zeros behind widths and expanded scales of experts, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which thread block of the decode kernel takes which keys, and its block tables; the kernel itself is tested in
+"""Keys of each thread block of the decode kernel, and its block tables; the kernel itself is tested in
 test_attention_cuda.py."""
 
 from __future__ import annotations

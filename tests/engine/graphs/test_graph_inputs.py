@@ -1,4 +1,4 @@
-"""What a decode graph reads: a step's tokens, padding, and tokens of the step before that only the device knows.
+"""Inputs of a decode graph: a step's tokens, padding, and tokens of the step before that only the device knows.
 
 Without a GPU; what stands for a graph computes from its inputs when it is replayed, as a graph does.
 """

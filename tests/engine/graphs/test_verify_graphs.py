@@ -139,7 +139,7 @@ def test_draft_tokens_that_only_the_device_knows_are_those_of_their_sequences(fi
 
 
 class OtherRank:
-    """What followers do: compute the columns of each step with graphs of their own."""
+    """Do as followers do: compute the columns of each step with graphs of their own."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

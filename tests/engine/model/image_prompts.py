@@ -36,7 +36,7 @@ class Picture:
     tensors: dict[str, torch.Tensor]
     tokens: list[int]
     placeholder: int | None = None
-    """Which of the tokens the features stand in for; None: the most frequent."""
+    """The token that the features stand in for; None: the most frequent."""
 
     @functools.cached_property
     def key(self) -> bytes:
@@ -98,7 +98,7 @@ class Answer:
 
 
 def given_to_transformers(model: PreTrainedModel, prompt: Prompt, more: int = 0) -> dict[str, torch.Tensor]:
-    """What transformers' model takes beside the ids of a prompt and of more tokens behind it."""
+    """Inputs of transformers' model other than the ids of a prompt and of more tokens behind it."""
     given: dict[str, torch.Tensor] = {}
     for name in prompt.pictures[0].tensors if prompt.pictures else ():
         given[name] = _joined([picture.tensors[name] for picture in prompt.pictures])
@@ -125,7 +125,7 @@ def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def expected(model: PreTrainedModel, prompt: Prompt, count: int = NEW_TOKENS) -> Answer:
-    """What transformers' own generate() says to a prompt, greedily."""
+    """Answer of transformers' own generate() to a prompt, greedily."""
     ids = torch.tensor([prompt.ids])
     given = given_to_transformers(model, prompt)
     model.generation_config.eos_token_id = None
@@ -149,7 +149,7 @@ def outputs_of(engine: Engine, *prompts: Prompt) -> list[list[int]]:
 
 
 def answers(engine: Engine, *prompts: Prompt, **sampling: Any) -> list[Answer]:
-    """What the engine says to prompts that are sent at once."""
+    """Answers of the engine to prompts that are sent at once."""
     requests = [prompt.request(logprobs=0, **sampling) for prompt in prompts]
     outputs = run_together(engine, *requests)
     for request in requests:

@@ -1,4 +1,4 @@
-"""Where ranks add up the results of experts: once behind a layer's, where the model adds its shared expert to them."""
+"""Sums of experts' results over ranks: once behind a layer's, where the model adds its shared expert to them."""
 
 from __future__ import annotations
 

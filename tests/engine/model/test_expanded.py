@@ -104,7 +104,7 @@ def test_layers_of_large_weights_use_the_codes_for_more_tokens(
 def test_what_is_multiplied_by_the_codes(
     dtype: torch.dtype, large: int, tile: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a layer has a large weight, in the dtype and on the devices whose launches are fused."""
+    """Layers with a large weight, in the dtype and on the devices whose launches are fused."""
     model = small_model(tmp_path, torch.device("cpu"), dtype)
     replace_projections(model)
     layers = linears_of(model)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
 NEAR_TIE = 0.1
-"""How far behind the likeliest token another may be, in standard deviations of the logits, all in bfloat16."""
+"""Largest distance of a token behind the likeliest one, in standard deviations of the logits, all in bfloat16."""
 TOKEN = 120
 # FlashInfer's kernels take heads of 64 and more.
 TEXT: dict[str, Any] = {
@@ -90,7 +90,7 @@ class Reference:
     model: PreTrainedModel
 
     def behind(self, prompt: Prompt, answer: list[int], shown: Prompt | None = None, plain: bool = False) -> float:
-        """How far the worst of an answer's tokens is behind the likeliest one, in standard deviations of the logits.
+        """Distance of the worst of an answer's tokens behind the likeliest one, in standard deviations of the logits.
 
         shown: the prompt whose images are looked at, if not its own. plain: Qwen's positions have one axis, and Gemma's
         images are read causally.

@@ -50,7 +50,7 @@ def save_adapters(model: PreTrainedModel, folder: Path, size: float = 0.2) -> tu
 
 
 def run(engine: Engine) -> dict[str, list[RequestOutput]]:
-    """What every prompt gets from the base and from each adapter, all in one batch, neighbours with different ones."""
+    """Answers to every prompt from the base and from each adapter, all in one batch, neighbours with different ones."""
     outputs: dict[str, list[RequestOutput]] = {}
     for index, prompt in enumerate(PROMPTS):
         for name in (None, *ADAPTERS):

@@ -279,7 +279,7 @@ def test_what_is_not_served_is_refused_by_name(
 
 
 def test_room_is_made_at_the_start(tmp_path: Path) -> None:
-    """What comes at run time and needs room that no adapter at the start needed is refused."""
+    """An adapter that comes at run time and needs room that none at the start needed is refused."""
     kinds = {"dora": {"use_dora": True}, "head": {"modules_to_save": ["lm_head"]}}
     for name, options in kinds.items():
         save_adapter(tiny_model("llama"), tmp_path / name, 0, 0.3, r=2, target_modules=["v_proj"], **options)

@@ -57,7 +57,7 @@ def engine_of(folder: Path, config: EngineConfig = CONFIG) -> Engine:
 
 
 def off() -> float:
-    """How far log-probabilities may be from transformers': kernels in fixed point round (docs/adr/0027)."""
+    """Largest distance of log-probabilities from transformers': kernels in fixed point round (docs/adr/0027)."""
     return 4e-3 if cpu.isa() in FIXED_POINT else 2e-4
 
 
@@ -134,7 +134,7 @@ def test_experts_may_be_one_tensor_in_nf4(family: str, nested: bool, tmp_path: P
 def test_experts_that_stayed_16_bit_beside_nf4_are_served_as_they_are(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What transformers 5 saves: it quantizes linear layers only."""
+    """Files as transformers 5 saves them: it quantizes linear layers only."""
     reference = save_moe(tmp_path, tiny_moe(family), in_nf4=lambda name: "self_attn" in name and is_projection(name))
     with caplog.at_level(logging.INFO):
         engine = engine_of(tmp_path)

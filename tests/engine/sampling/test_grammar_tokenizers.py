@@ -37,7 +37,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def written(state: GrammarState, tokenizer: Tokenizer, choose: int) -> str:
-    """What comes out if the first or last of the permitted tokens is taken every time."""
+    """Text that comes out if the first or last of the permitted tokens is taken every time."""
     tokens: list[int] = []
     while not state.done:
         allowed = state.matcher().compute_bitmask()

@@ -65,7 +65,7 @@ def requests(rng: random.Random, plain: bool) -> Iterator[Sequence]:
 def history(
     columns: bool, blocks: int, seed: int, plain: bool, async_scheduling: bool, patch: pytest.MonkeyPatch
 ) -> tuple[list[Any], list[Any]]:
-    """What steps computed and how sequences ended, with new ones and aborts now and then."""
+    """Results of steps and ends of sequences, with new ones and aborts now and then."""
     patch.setattr(running, "COLUMNS_FROM", 8 if columns else 10**6)
     rng = random.Random(seed)
     manager = BlockManager(blocks, BLOCK_SIZE)

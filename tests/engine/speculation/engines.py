@@ -251,7 +251,7 @@ def is_at_a_boundary(
 
 
 def _error(engine: Engine, ids: list[int], adapter: str | None, logits: torch.Tensor) -> float:
-    """What the engine's log-probabilities of the likeliest tokens behind ids are off at most; logits: the exact ones."""
+    """Largest error of the engine's log-probabilities of the likeliest tokens behind ids; logits: the exact ones."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
     (outputs,) = run_wave(engine, [GenerateRequest("error", ids, sampling, adapter)], None)[0].values()
     (found,) = joined(outputs).logprobs or []

@@ -1,4 +1,4 @@
-"""What a draft model gains in virtual time, where every step takes what steps of Qwen3-32B and Qwen3-0.6B take on an H200.
+"""Gain of a draft model in virtual time, in which every step takes what steps of Qwen3-32B and Qwen3-0.6B take on an H200.
 
 No model runs. The engine schedules, plans draft tokens and learns costs as it does on a GPU; which are accepted is chance.
 """

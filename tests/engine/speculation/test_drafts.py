@@ -49,7 +49,7 @@ def make_engine(model: Any, draft: Any, costs: StepCosts = CHEAP, **changes: Any
 
 
 def followed(speculator: DraftSpeculator, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
-    """Where the draft model begins and how many tokens it computes, for each time that it catches up."""
+    """Places at which the draft model begins, and numbers of tokens that it computes, for each time that it catches up."""
     found: list[list[tuple[int, int]]] = []
     follow = speculator._model.follow
 

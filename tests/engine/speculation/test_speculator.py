@@ -1,4 +1,4 @@
-"""How many draft tokens steps have: by what they cost, how likely they are right, and how many sequences there are."""
+"""Number of draft tokens of steps: by what they cost, how likely they are right, and how many sequences there are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_best_number_lets_sequences_go_on_fastest(
 
 
 def number(costs: StepCosts, sequences: int, survivals: list[float]) -> int:
-    """How many draft tokens pay best, of sequences that have them in turn; survivals: how likely each yields a token."""
+    """Number of draft tokens that pays best, of sequences that have them in turn; survivals: chances of a token."""
     own = (gains_of(survivals[first::sequences]) for first in range(sequences))
     return costs.fastest(sequences, sorted(itertools.chain(*own), reverse=True))[0]
 

@@ -10,7 +10,7 @@ from nf4_kernels.cpu.huge_pages import HUGE_PAGE, HugePages, zero_bytes
 
 
 def _described(address: int) -> dict[str, str]:
-    """What the system says of the mapping that an address lies in, by the names that it has for it."""
+    """Description by the system of the mapping that an address lies in, by the names that it has for it."""
     found: dict[str, str] = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

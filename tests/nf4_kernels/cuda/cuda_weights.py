@@ -1,4 +1,4 @@
-"""Which tests need a GPU; fresh random NF4 weights there, and how far a GEMM may be from the oracle's."""
+"""Mark of tests that need a GPU; fresh random NF4 weights there, and how far a GEMM may be from the oracle's."""
 
 from __future__ import annotations
 

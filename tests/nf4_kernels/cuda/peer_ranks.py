@@ -21,7 +21,7 @@ PATIENCE_S = 1.0
 
 
 def inputs(ranks: int, step: int, bytes_: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What every rank has in a step, and a residual; on CPU, the same in all processes."""
+    """Tensors that every rank has in a step, and a residual; on CPU, the same in all processes."""
     generator = torch.Generator().manual_seed(step)
     count = bytes_ // dtype.itemsize
     *xs, residual = (torch.randn(count, generator=generator).to(dtype) for _ in range(ranks + 1))

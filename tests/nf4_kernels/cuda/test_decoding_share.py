@@ -1,4 +1,4 @@
-"""What part of the launches' time counts as decoding, from those in which it was timed."""
+"""Share of the launches' time that counts as decoding, from those in which it was timed."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_which_are_one_launch() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(2, 1024), (66, 192), (1000, 4160), (1024, 5376), (6144, 512), (80, 1000)])
 def test_any_shape(n: int, k: int, nested: bool) -> None:
-    """Whatever multiplies; where a launch cannot do it, or cannot do it in tiles, torch's operations come behind it."""
+    """Any kernel may multiply; if a launch cannot do it, or not in tiles, torch's operations come behind it."""
     w = random_weight(n, k, 64, nested)
     for m in (1, 2, 8, 9, 17, 32, 33, 75, 129, 300):
         for dtype in SIXTEEN_BIT:

@@ -81,7 +81,7 @@ def random_choices(tokens: int, top_k: int, experts: int, kind: str = "distinct"
 
 
 def poisoned(call: Callable[[], torch.Tensor], *sizes: int) -> torch.Tensor:
-    """What call() gives where the memory that it allocates holds NaN."""
+    """Result of call() if the memory that it allocates holds NaN."""
     for size in sizes:
         torch.full((size // 2 + 1,), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     return call()

@@ -127,7 +127,7 @@ def test_every_wgmma_instance_however_its_work_is_split(
 
 @HOPPER
 def test_norms_residuals_tiles_and_gates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is fused gives the bits that it gives with the same scales as plain float32, or is as near to the oracle."""
+    """Fused launches give the bits that they give with the same scales as plain float32, or is as near to the oracle."""
     for w in (part_of_k(512, 4096, 64, 192), part_of_n(512, 4096, 7), part_of_k(512, 4160, 1, 64)):
         for m in (4, 16, 40, 130, 256):
             x, residual = (torch.randn(m, size, device=DEVICE, dtype=BFLOAT16) for size in (w.k, w.n))

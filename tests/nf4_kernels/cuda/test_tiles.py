@@ -80,7 +80,7 @@ def test_every_instance(tokens: int, groups: int, dtype: torch.dtype, monkeypatc
 @gpu
 @pytest.mark.parametrize("nested", [False, True])
 def test_any_tile_and_any_shape(nested: bool) -> None:
-    """Where the launch has another tile, or another kernel multiplies, x is put in order first."""
+    """If the launch has another tile, or another kernel multiplies, x is put in order first."""
     for n, k in ((1, 64), (63, 192), (1000, 4160), (5120, 5120)):
         w = random_weight(n, k, 64, nested)
         for m in (1, 8, 17, 32, 100, 300):

@@ -102,7 +102,7 @@ def test_what_is_prefetched_lies_inside_the_weight(
 
 @pytest.mark.parametrize(("m", "n"), [(1, 512), (8, 4112), (1, 2576), (12, 512), (1, 520)])
 def test_a_run_of_gates_begins_in_both_halves_of_the_weight(m: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where linear_rows has gated it, and does for so many tokens: each run's first gates and its first ups."""
+    """linear_rows prefetches what it has gated, and gates for so many tokens: each run's first gates and its first ups."""
     monkeypatch.setattr(launches, "_properties", lambda _: (90, 132))
     first, second = random_weight(64, 64), random_weight(n, 4096)
     monkeypatch.setattr(launches, "_gated_weights", {second.packed.data_ptr()})

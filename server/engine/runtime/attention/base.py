@@ -38,7 +38,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How one layer attends. Query i sees key j when j <= i and, with a window, j > i - window.
+    """Options of one layer's attention. Query i sees key j when j <= i and, with a window, j > i - window.
 
     softcap: scores become softcap * tanh(scores / softcap). sinks: each query head sees one more key, whose score is a
     number of that head and whose value is zero; the backend has the numbers (AttentionBackend.sinks).

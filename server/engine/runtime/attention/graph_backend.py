@@ -24,7 +24,7 @@ PLANS_AHEAD = 4
 
 @dataclass(frozen=True)
 class DecodeForm:
-    """What a decode graph asks of a launch that attends; a kernel is compiled for each form."""
+    """Form of a launch that attends in a decode graph; a kernel is compiled for each."""
 
     rotary: bool
     """Whether the launch computes rotary embeddings."""

@@ -1,4 +1,4 @@
-"""What a model's mask lets a layer see, read from the mask functions that transformers makes for it.
+"""Windows of a model's layers, read from the mask functions that transformers makes for it.
 
 Some families give their window to the attention function and some have it in the mask alone (Phi-MoE, Qwen2-MoE), which
 the paged attention never sees. transformers' own forward follows the mask, so the mask decides.
@@ -21,7 +21,7 @@ MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Reach:
-    """Which keys a query at position i sees: all up to i, those within a window, or those of its own chunk."""
+    """Keys that a query at position i sees: all up to i, those within a window, or those of its own chunk."""
 
     window: int | None = None
     """j > i - window."""
@@ -46,7 +46,7 @@ class MaskReader:
         return torch.full((1, 1, 1, 1), _MARK + len(self._functions) - 1, dtype=torch.int64, device=device)
 
     def reach(self, mask: torch.Tensor, positions: int) -> Reach:
-        """What the mask that a layer was given lets it see in contexts of `positions` tokens. Raises UnknownMaskError."""
+        """Read from a layer's mask what it sees in contexts of `positions` tokens. Raises UnknownMaskError."""
         index = int(mask) - _MARK if mask.numel() == 1 and mask.dtype == torch.int64 else -1
         if not 0 <= index < len(self._functions):
             raise UnknownMaskError("has a mask of its own, which the paged attention ignores")
@@ -54,7 +54,7 @@ class MaskReader:
 
 
 def read_mask(function: MaskFunction, positions: int, device: torch.device | None = None) -> Reach:
-    """What a mask function of transformers' (batch, head, query, keys) lets queries below positions see.
+    """Read from a mask function of transformers' (batch, head, query, keys) what queries below positions see.
 
     device: where the function's own tensors are; None: the CPU. Raises UnknownMaskError.
     """

@@ -92,7 +92,7 @@ def _leave_unscaled(model: PreTrainedModel) -> None:
 
 
 Probed = tuple[list[LayerShape], list[AttentionOptions], dict[int, torch.Tensor]]
-"""What each layer keeps, how it attends, and the sinks of those that have some (AttentionBackend.sinks)."""
+"""Per layer: shape, options of its attention, and the sinks of those that have some (AttentionBackend.sinks)."""
 
 
 def probe_layers(model: PreTrainedModel) -> Probed:

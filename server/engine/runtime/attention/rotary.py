@@ -12,8 +12,7 @@ from server.engine.runtime import pointwise
 
 @dataclass(frozen=True)
 class RotaryEmbedding(Rotation):
-    """What attention first does to query [T, heads, dim] and key [T, kv_heads, dim]; it is computed in float32 and rounded
-    once.
+    """First operations of attention on query [T, heads, dim] and key [T, kv_heads, dim], in float32 and rounded once.
 
     With norms, each head is divided by the root of its mean square and multiplied by a weight. Then element i of a head's
     first half and element i + dim / 2 are rotated together, which is Llama's pairing and that of nearly all models.

@@ -17,7 +17,7 @@ from server.engine.runtime.batch import Batch, Span
 
 @dataclass(frozen=True)
 class _Singles:
-    """Where the keys of the batch's one-token sequences are, for one window."""
+    """Keys of the batch's one-token sequences, for one window."""
 
     blocks: torch.Tensor
     """[sequences * blocks of the longest], padded with block 0."""

@@ -1,4 +1,4 @@
-"""Where a captured step ends one CUDA graph and begins the next."""
+"""Cuts of a captured step into several CUDA graphs."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Form(NamedTuple):
 
 
 class Tokens(Enum):
-    """What a graph's tokens are."""
+    """Kinds of tokens that a graph has."""
 
     NEWEST = "decode"
     """One of each sequence: as many sequences as tokens."""
@@ -122,7 +122,7 @@ class GraphSet:
         self._block_size = block_size
         self._clock = clock
         self.tokens = tokens
-        """What the tokens of these steps are."""
+        """Kind of these steps' tokens."""
         self._max_num_seqs = max_num_seqs
         self._adapter_slots = adapter_slots
         self._waited_for = waited_for
@@ -277,7 +277,7 @@ class GraphSet:
 
 
 def _first(graph: _Graph, count: int) -> ModelOutput:
-    """What a replayed step has found for its first rows."""
+    """Results of a replayed step for its first rows."""
     logits, greedy = graph.output.logits[:count], graph.output.greedy
     if greedy is None:
         return ModelOutput(logits)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Launch:
-    """How another rank gets the tokens of a decode step, which it samples like this one."""
+    """Way in which another rank gets the tokens of a decode step, which it samples like this one."""
 
     follows: bool
     """Whether tokens of the step launched before stand in the places of PLACEHOLDER ids."""

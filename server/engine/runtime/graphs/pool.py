@@ -19,7 +19,7 @@ _Results = TypeVar("_Results")
 
 
 class CapturedStep:
-    """What was captured: a CUDA graph, or several that are launched one after another."""
+    """Captured step: a CUDA graph, or several that are launched one after another."""
 
     def __init__(self) -> None:
         self.pieces: list[torch.cuda.CUDAGraph] = []

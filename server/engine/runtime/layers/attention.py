@@ -45,7 +45,7 @@ class Attention:
     angle_step: int = 0
     """Of RotaryEmbedding."""
     key_multiplier: float = 1.0
-    """What keys are multiplied by in front of everything else (Falcon-H1)."""
+    """Factor of keys, applied before everything else (Falcon-H1)."""
 
     def __call__(
         self, x: torch.Tensor, norm: Norm | None, angles: Angles | None, residual: torch.Tensor | None
@@ -94,7 +94,7 @@ class Attention:
         return self.norms_last or self.angle_step > 0
 
     def form(self, sequences: int, dtype: torch.dtype) -> DecodeForm:
-        """What it asks of the launch that attends in a decode graph of that many sequences."""
+        """Form that it asks of the launch that attends in a decode graph of that many sequences."""
         if not self.is_rotary or self.rotates_first or sequences < ROTARY_FROM:
             return DecodeForm(False, False, 0)
         return DecodeForm(True, self.head_norms is not None, 0 if self.has_gate else self.output.tile(sequences, dtype))

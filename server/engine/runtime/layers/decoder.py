@@ -38,7 +38,7 @@ class ParallelMixers:
 
 
 Mixer = Attention | LatentAttention | StateMixer | ParallelMixers
-"""What brings a sequence's tokens together. Called with x, the norm of x, rotary angles and the residual that it adds."""
+"""Mixer of a sequence's tokens. Called with x, the norm of x, rotary angles and the residual that it adds."""
 FeedForward = GatedMlp | Mlp | Experts
 
 

@@ -1,4 +1,4 @@
-"""What the rotary function in the file of an attention's class computes, and which attentions call it."""
+"""Rotary functions in the files of attentions' classes: their results, and the attentions that call them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def angle_step(attention: nn.Module) -> int:
 
 
 def _rotated(attention: nn.Module, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
-    """What an attention's rotary function makes of queries [1, heads, T, dim]; None if it takes other arguments."""
+    """Apply an attention's rotary function to queries [1, heads, T, dim]; None if it takes other arguments."""
     rotate = getattr(sys.modules[type(attention).__module__], _NAME, None)
     try:
         found = rotate(heads, heads, cos, sin)[0] if rotate is not None else None

@@ -99,7 +99,7 @@ def _places(bounds: torch.Tensor, tokens: int, taps: int) -> tuple[torch.Tensor,
 
 @dataclass(frozen=True)
 class ConvolutionRule:
-    """How transformers' module convolves."""
+    """Convolution of transformers' module."""
 
     convolution: nn.Conv1d
 

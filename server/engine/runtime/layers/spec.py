@@ -46,7 +46,7 @@ _FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 
 
 def attention_name(layer: nn.Module) -> str | None:
-    """What a layer calls its attention; None if it has none."""
+    """Name that a layer has for its attention; None if it has none."""
     # What Nemotron-H calls a mixer may be something else.
     own = ((name, child) for name, child in layer.named_children() if name in ("self_attn", "mixer"))
     return next((name for name, child in own if name == "self_attn" or hasattr(child, "is_causal")), None)

@@ -50,11 +50,11 @@ def in_parts(
 
 
 class StateRule(Protocol):
-    """How a mixer is made of transformers' module of it."""
+    """Rule that makes a mixer of transformers' module of it."""
 
     @property
     def kind(self) -> StateKind:
-        """What the layer keeps of a sequence."""
+        """State that the layer keeps of a sequence."""
         ...
 
     def mixer(self, module: nn.Module, pool: StatePool, index: int) -> StateMixer:

@@ -17,7 +17,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def outer_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """What model's decoder computes once for all layers: rotary embeddings, and the norm behind the last layer.
+    """Modules that the decoder runs once for all layers: rotary embeddings, and the norm behind the last layer.
 
     Those whose names are not known are left out.
     """
@@ -27,7 +27,7 @@ def outer_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """What the model's class keeps its decoder's layers in; None where its name is not known."""
+    """Module that holds the decoder's layers; None if its name is not known."""
     decoder = _decoder(model)
     lists = (getattr(decoder, name, None) for name in _NAMES)
     return next((layers for layers in lists if isinstance(layers, nn.ModuleList)), None)
@@ -40,7 +40,7 @@ def without_head(model: PreTrainedModel) -> nn.Module:
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """What has the layers. Llama 4's class of text, within a multimodal one or alone, gives itself as its decoder."""
+    """Module that has the layers. Llama 4's class of text, within a multimodal one or alone, gives itself as its decoder."""
     found: nn.Module = model.get_decoder()
     inner = getattr(found, "model", None)
     return inner if isinstance(found, GenerationMixin) and isinstance(inner, nn.Module) else found

@@ -1,4 +1,4 @@
-"""Where a mixture's ranks exchange: one sum behind a layer's experts and shared expert, where the model adds these up."""
+"""Exchanges of a mixture's ranks: one sum behind a layer's experts and shared expert, where the model adds these up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model takes in the place of token ids where a batch has images, on every rank."""
+"""Inputs of a model in the place of token ids if a batch has images, on every rank."""
 
 from __future__ import annotations
 

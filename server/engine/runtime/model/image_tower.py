@@ -27,7 +27,7 @@ FEATURE_CACHE_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """What the tower makes of an image of n placeholders."""
+    """Features of an image of n placeholders."""
 
     embeddings: torch.Tensor
     """[n, hidden size], in the model's dtype."""

@@ -30,7 +30,7 @@ class Rows:
 
 
 class _Active:
-    """What the forward pass that is running adds; the engine runs one at a time."""
+    """Adapters that the running forward pass adds; the engine runs one at a time."""
 
     rows: Rows | None = None
     others: torch.Tensor | None = None
@@ -147,7 +147,7 @@ class AdaptedLinear(nn.Module):
         return gain, shift + new - gain * own
 
     def extra_repr(self) -> str:
-        """What print(model) says of it."""
+        """Text that print(model) has of it."""
         return f"slots={self.a.shape[0]}, rank={self.rank}"
 
 

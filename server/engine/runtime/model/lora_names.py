@@ -23,7 +23,7 @@ _PLACE = re.compile(r".*?\b((?:layers|h)\.\d+\..+)")
 
 
 class AdapterNames:
-    """What the model calls its projections, its embedding and its output layer."""
+    """Names that the model has for its projections, its embedding and its output layer."""
 
     def __init__(self, model: PreTrainedModel, projections: Mapping[str, tuple[int, int]]) -> None:
         """projections: inputs and outputs of each by name."""

@@ -57,7 +57,7 @@ class AdapterRegistry:
 
     @property
     def slots(self) -> int:
-        """How many adapters there is room for."""
+        """Number of adapters that there is room for."""
         return self._table.slots
 
     @property

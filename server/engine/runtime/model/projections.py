@@ -73,7 +73,7 @@ class NF4Linear(WeightBuffers):
         return out
 
     def extra_repr(self) -> str:
-        """What print(model) says of it."""
+        """Text that print(model) has of it."""
         return f"in_features={self.in_features}, out_features={self.out_features}, blocksize={self.blocksize}"
 
 

@@ -30,7 +30,7 @@ from server.types import GenerateRequest, SamplingParams
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a model keeps in its cache and how it attends, without the number of KV blocks."""
+    """Layout of a model's cache and options of its attention, without the number of KV blocks."""
 
     shapes: list[LayerShape]
     options: list[AttentionOptions]

@@ -29,7 +29,7 @@ from server.engine.runtime.speculation.draft_model import DraftGraphs, DraftMode
 
 
 class DraftPreparation:
-    """What is known of a draft model before the number of KV blocks is."""
+    """Draft model of which the number of KV blocks is not known yet."""
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, clock: DeviceClock | None) -> None:
         """The model is changed in place. Raises UnsupportedModelError where its attention cannot be computed."""

@@ -1,4 +1,4 @@
-"""How much memory goes to 16-bit copies of NF4 weights."""
+"""Memory for 16-bit copies of NF4 weights."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def capture_decode(
 
 
 def decode_forms(layers: Sequence[DecoderLayer], sizes: Sequence[int], dtype: torch.dtype) -> set[DecodeForm]:
-    """What written layers ask of the launch that attends in decode graphs of these sizes."""
+    """Forms that written layers ask of the launch that attends in decode graphs of these sizes."""
     attending = [attention for layer in layers if (attention := layer.attention) is not None]
     return {attention.form(size, dtype) for attention in attending for size in sizes}
 

@@ -1,4 +1,4 @@
-"""What a start will take of a GPU's memory, part by part, before anything is loaded.
+"""Plan of the GPU memory that a start will take, part by part, before anything is loaded.
 
 Weights are counted by the checkpoint's tensors, keys, values and states by its configuration. What steps, adapters and
 graphs take is estimated.
@@ -44,12 +44,12 @@ class Memory:
     free: int
     total: int
     reserve: int
-    """What stays free: for CUDA graphs, gaps between tensors, and a screen."""
+    """Bytes that stay free: for CUDA graphs, gaps between tensors, and a screen."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a start takes of a device's free memory, in bytes."""
+    """Parts that a start takes of a device's free memory, in bytes."""
 
     memory: Memory
     parts: Mapping[str, int]

@@ -108,7 +108,7 @@ def _report(states: StateLayers, attending: int) -> None:
 
 
 class StateSlots(NamedTuple):
-    """How many states there is memory for."""
+    """Number of states that there is memory for."""
 
     sequences: int
     snapshots: int
@@ -117,7 +117,7 @@ class StateSlots(NamedTuple):
 def state_slots(
     state: int, token: float, usable: int, cache: int | None, config: EngineConfig, wanted: int
 ) -> StateSlots:
-    """How many of `wanted` sequences run at a time, of which each takes `state` bytes beside its KV blocks, and snapshots.
+    """Number of `wanted` sequences that run at a time, each with `state` bytes beside its KV blocks, and of snapshots.
 
     token: bytes of a token in the KV cache. usable: bytes for states and the KV cache; cache: of these the cache's, if that
     is fixed. Fewer sequences than wanted, down to 0, if states would leave them less than _KV_TOKENS each.

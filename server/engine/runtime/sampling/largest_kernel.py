@@ -37,7 +37,7 @@ def largest_of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many parts of each row have ended: zeros before and after a launch. At most half of _BLOCKS rows have parts."""
+    """Parts of each row that have ended: zeros before and after a launch. At most half of _BLOCKS rows have parts."""
     with torch.inference_mode(False):
         return torch.zeros(_BLOCKS, dtype=torch.int32, device=device)
 

@@ -1,4 +1,4 @@
-"""What sampling computes on rows of logits: by our kernels on CUDA once they have been tried, else by torch's operations."""
+"""Operations of sampling on rows of logits: by our kernels on CUDA once they have been tried, else by torch's operations."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class PenalizedRows:
 
 
 class PenaltyTable:
-    """Which tokens each penalized sequence has, and how often: a row of a table on the device until the sequence is gone.
+    """Tokens of each penalized sequence, and their counts: a row of a table on the device until the sequence is gone.
 
     A row takes 4 bytes for each token of the vocabulary. Rows are added as they are needed, and used again.
     """
@@ -48,7 +48,7 @@ class PenaltyTable:
         """int32 [rows, vocabulary]: twice how often the token is in the answer, and 1 if it is there or in the prompt."""
 
     def rows_of(self, sequences: list[Sequence]) -> PenalizedRows:
-        """Where the table has these sequences; valid as long as they live."""
+        """Rows of the table that are these sequences'; valid as long as they live."""
         given = [s.sampling for s in sequences]
         asked = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in given]
         rows = np.array([self._row(sequence) for sequence in sequences], np.int64)

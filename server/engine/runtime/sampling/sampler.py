@@ -37,7 +37,7 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What a step's forward pass leaves on the device for its S sequences; valid until the next one."""
+    """Results of a step's forward pass on the device, for its S sequences; valid until the next one."""
 
     logits: torch.Tensor
     """[S, vocabulary]."""

@@ -1,4 +1,4 @@
-"""What torch_ops.py computes, as Triton kernels of one launch each."""
+"""Operations of torch_ops.py as Triton kernels of one launch each."""
 
 from server.engine.runtime.sampling.largest_kernel import largest_of_rows
 from server.engine.runtime.sampling.option_kernels import mask_rows, penalize_rows

@@ -67,7 +67,7 @@ def verified(step: Step, results: list[Sampled]) -> list[Sampled]:
 
 
 def num_accepted(draft_tokens: Items[int], results: list[Sampled]) -> int:
-    """How many draft tokens are accepted; results: what was sampled in front of each and behind the last one."""
+    """Number of draft tokens that are accepted; results: what was sampled in front of each and behind the last one."""
     for count, (token, (result, following)) in enumerate(zip(draft_tokens, pairwise(results), strict=True)):
         # A row whose logits are not numbers is left to the next step, where it comes first and becomes an error.
         if result.error is not None or result.token != token or following.error is not None:

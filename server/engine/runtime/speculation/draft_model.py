@@ -166,7 +166,7 @@ class DraftModel:
 
 
 def _of_rows(output: ModelOutput, wanted: torch.Tensor) -> ModelOutput:
-    """What output has of these rows, int64 in host memory, alone."""
+    """Output of these rows alone, int64 in host memory."""
     assert output.greedy is not None
     rows = to_device(wanted.numpy(), output.logits.device)
     best, tokens = output.greedy

@@ -1,1 +1,1 @@
-"""What goes from the host to the device and back between two steps."""
+"""Transfers between the host and the device between two steps."""

@@ -1,4 +1,4 @@
-"""What steps' sequences come to, on its way to the host."""
+"""Results of steps' sequences, on their way to the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Turn:
     times: torch.Tensor | None
     done: torch.cuda.Event
     uses: int = 0
-    """How many steps have had it."""
+    """Number of steps that have had it."""
 
 
 @dataclass(frozen=True)

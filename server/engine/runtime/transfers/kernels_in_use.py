@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Tried:
-    """What use_step_kernels() has found."""
+    """Finding of use_step_kernels()."""
 
     usable = False
 

@@ -1,4 +1,4 @@
-"""What the device does between the graphs of two steps: results go to the host, and the next step's inputs come from it.
+"""Work of the device between the graphs of two steps: results go to the host, and the next step's inputs come from it.
 
 Both read or write the host's pinned memory themselves. A copy by the copy engine takes 4 to 8 us of the stream, and its
 launch takes the host as long as a kernel's.

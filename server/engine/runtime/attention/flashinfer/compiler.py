@@ -28,7 +28,7 @@ def prepare_compiler(cache: Path) -> None:
 
 
 def missing_compiler() -> str | None:
-    """Which of the compilers is missing, and the cure; None when all are there."""
+    """Name a compiler that is missing, and the cure; None if all are there."""
     if find_nvcc() is None:
         return "there is no nvcc to compile FlashInfer's kernels (pip install 'nf4-server[build-cuda]')"
     compiler = os.environ.get("CXX", "c++")

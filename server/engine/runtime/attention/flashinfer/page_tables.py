@@ -1,4 +1,4 @@
-"""Where a step's keys are, as FlashInfer's plans take it."""
+"""Page tables of a step, as FlashInfer's plans take them."""
 
 from __future__ import annotations
 
