@@ -62,7 +62,6 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     adapter: str | None = None
-    """The LoRA adapter that it runs with."""
     http_request_id: str = ""
     """Id of the HTTP request that asked for it, for the engine's log."""
     images: list[ImageInput] = []
@@ -210,13 +209,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     accepted_by_place: list[int] = []
     """Those that were accepted, by their place among a sequence's draft tokens of a step; empty without speculation."""
     images_computed: int = 0
-    """Images that the tower has computed."""
     image_feature_hits: int = 0
     """Times that a step needed an image's features and found them kept."""
     image_tower_seconds: float = 0.0
     """Seconds of the tower's work; on CUDA by the device's clock."""
     graph_replays: int = 0
-    """CUDA graphs replayed."""
     device_memory_used: int = 0
     """Bytes: on CUDA of the whole device, on CPU resident in the engine process; as of a moment ago."""
     device_memory_total: int = 0
@@ -225,7 +222,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     nf4_weight_bytes: int = 0
     """Codes and scales of all NF4 layers: what a step reads at least."""
     lora_slots: int = 0
-    """LoRA adapters that the engine has slots for."""
     running_adapters: list[str] = []
     """Names of the LoRA adapters of running requests, in alphabetical order; no more than there is room for."""
     waiting_adapters: list[str] = []
@@ -271,7 +267,6 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True):
     expanded_weight_bytes: int = 0
     """16-bit copies of NF4 weights (engine.expanded_weights)."""
     adapters: list[str] = []
-    """LoRA adapters that are loaded."""
     images: bool = False
     """Whether the model's image tower is loaded, so that prompts may have images."""
 

@@ -24,7 +24,6 @@ LEAST_LL128_BYTES = 32768
 """From here on LL128 is used where there is NVLink: it reads twice what has come, which few bytes do not make up for."""
 _IPC_BYTES = 64
 HANDLE_BYTES = _IPC_BYTES + 1
-"""The length of a handle."""
 _CHUNK = 16
 
 

@@ -43,7 +43,6 @@ class State(msgspec.Struct, tag="state", frozen=True):
     """Folder of the running engine's sockets."""
     adapters: dict[str, str]
     settled: bool
-    """Whether all processes have come up."""
     draining: bool
 
 

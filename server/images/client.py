@@ -56,7 +56,6 @@ class ImageProcess:
         self._turn = asyncio.Lock()
         self._decoder = msgspec.msgpack.Decoder(FromImages)
         self.starts = 0
-        """Number of starts."""
 
     async def start(self) -> ProcessorReady:
         """Start the process unless it runs, and give what it says about the checkpoint. Raises ImagesUnavailableError."""

@@ -21,11 +21,9 @@ class RequestTimeline:
     finished: float | None = None
     prompt_tokens: int = 0
     max_tokens: int = 0
-    """The most tokens that it may generate."""
     cached_tokens: int = 0
     generation_tokens: int = 0
     adapter: str | None = None
-    """Name of its LoRA adapter."""
     finish_reason: FinishReason | None = None
     timings: RequestTimings | None = None
     """The engine's own times, as it sent them last."""

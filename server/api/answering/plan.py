@@ -50,7 +50,6 @@ class GenerationPlan:
     grammar: str | None = None
     """The grammar that bounds every sequence, in llguidance's JSON form."""
     images: Sequence[ImageInput] = ()
-    """The images of each prompt."""
     keep_marks: bool = False
     """Whether the marks of tool calls and thoughts stay in the text."""
     parser: Callable[[], AnswerParser] = AnswerParser

@@ -51,7 +51,6 @@ class Spans:
         adapters: Sequence[int | None],
     ) -> None:
         self.tables = tables
-        """Block tables of the sequences."""
         self.rows = rows
         """int64 [S]: each sequence's row of the tables; sequences may share one."""
         self.starts = starts
@@ -134,7 +133,6 @@ class Batch:
     spans: Spans
     num_single: int
     images: ImageRows | None = None
-    """The images in the batch."""
 
     @property
     def num_tokens(self) -> int:

@@ -52,7 +52,6 @@ class PagedModel:
         """
         self.model = model
         self.device: torch.device = model.device
-        """Device of the model."""
         self.backend = backend
         self.block_size = block_size
         self.clock = clock

@@ -69,14 +69,11 @@ class ModelRunner:
         self.step_costs = step_costs
         """Costs of decode steps by their tokens, if the configuration has speculation."""
         self.draft_model = draft_model
-        """Proposes draft tokens, where the configuration has one."""
         self._sampler = Sampler(limits.vocab_size, paged.device, paged.clock)
         self.limits = limits
-        """Limits of the model and the cache."""
         self.adapters = adapters
         """The LoRA adapters that sequences may use, if the configuration allows any."""
         self.memory = MemoryGauge(paged.device)
-        """The device's memory."""
         self.nf4_weight_bytes = weight_bytes(paged.model)
         """Codes and scales of all NF4 layers."""
         self.expanded_weight_bytes = expanded_bytes(paged.model)

@@ -21,7 +21,6 @@ class StepInput:
     """All that a forward pass is made from: a step's chunks in columns, those of one token first."""
 
     tables: BlockTables
-    """Block tables of the sequences."""
     rows: npt.NDArray[np.int64]
     """[S]: each sequence's row of the tables."""
     starts: npt.NDArray[np.int64]
@@ -37,7 +36,6 @@ class StepInput:
     offsets: npt.NDArray[np.int64] | None = None
     """[S]: what is added to the places of a chunk's tokens to get their positions; None where that is 0 in all chunks."""
     images: ImageRows | None = None
-    """The images in the chunks."""
     hidden: bool = False
     """Whether final hidden states are wanted in the place of logits."""
     restored: Copies = ()

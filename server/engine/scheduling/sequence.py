@@ -127,7 +127,6 @@ class Sequence:
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.images = images
-        """The prompt's images, if any."""
         self.num_computed = 0
         """Tokens whose keys and values are in the cache."""
         self.num_cached = 0

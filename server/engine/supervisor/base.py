@@ -48,7 +48,6 @@ class EngineBase(abc.ABC):
         self._requests: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._status_listeners: list[Callable[[EngineStatus], None]] = []
         self.restarts = 0
-        """Number of restarts of the engine."""
 
     @abc.abstractmethod
     def _send(self, message: GenerateRequest | AbortRequest) -> None:

@@ -39,7 +39,6 @@ class StartSteps:
         self.number = 1
         """Of the step, from 1 to STEPS."""
         self.stage = ""
-        """Name of the step that runs."""
 
     def note(self, status: EngineStatus) -> None:
         """Take a change of the server's status."""

@@ -122,7 +122,6 @@ class GraphSet:
         self._block_size = block_size
         self._clock = clock
         self.tokens = tokens
-        """Kind of these steps' tokens."""
         self._max_num_seqs = max_num_seqs
         self._adapter_slots = adapter_slots
         self._waited_for = waited_for

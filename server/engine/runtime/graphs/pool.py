@@ -51,7 +51,6 @@ class GraphPool:
         # Finding the current stream takes Python some microseconds, which the device waits for.
         self._replaying = torch.cuda.current_stream(device)
         self.replays = 0
-        """Graphs replayed so far."""
         # All captures share one stream, because cuBLAS keeps 32 MiB for each stream it has seen.
         self._stream = torch.cuda.Stream(device)
         self._handle = torch.cuda.graph_pool_handle()

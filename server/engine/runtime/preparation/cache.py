@@ -40,7 +40,6 @@ class CacheSpec:
     """The activations' dtype."""
     device: torch.device
     cache_dtype: torch.dtype
-    """The dtype in which the cache keeps keys and values."""
     windowed_images: bool = False
     """See AttentionBackend."""
 

@@ -26,7 +26,6 @@ class ScoredRows:
     adjusted: torch.Tensor
     """int64: the rows of the adjusted logits."""
     max_logprobs: int
-    """Largest number of alternatives that any of them wants."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,6 @@ class AdjustedRows:
     everything: bool
     """Whether they are all sequences of the step, in order."""
     penalized: PenalizedRows | None
-    """The penalized ones, which come first."""
     bias: tuple[torch.Tensor, torch.Tensor] | None
     """int64 places in the flattened logits [A, vocabulary] and float32 what is added there."""
     bans: torch.Tensor | None
@@ -78,7 +76,6 @@ class AdjustedRows:
     random: RandomRows
     """Those with a temperature, except for those with filters that a grammar bounds."""
     bound: BoundRows | None
-    """Those that a grammar bounds."""
 
 
 class StepPlan:
@@ -97,11 +94,9 @@ class StepPlan:
         adjusted.sort(key=lambda row: not needs[row] & SamplingNeeds.PENALTIES)
         raw = [row for row, own in enumerate(needs) if not own & SamplingNeeds.ADJUSTED_LOGITS]
         self.adjusted = self._adjusted(adjusted, table) if adjusted else None
-        """The sequences whose logits are changed."""
         self.random = RandomRows([sequences[row] for row in raw], vocabulary, raw)
         """The sequences whose tokens are sampled with a temperature from the model's logits as they are."""
         self.scored = self._scored(raw, adjusted)
-        """The sequences that want log-probabilities."""
 
     def valid(self, sequences: list[Sequence]) -> bool:
         """Whether this is the plan of a step of these sequences now."""
