@@ -1,7 +1,7 @@
-"""The ops of mixtures of experts, nf4::moe_linear and nf4::moe_gated_linear, for CPU and CUDA, with fakes.
+"""GEMMs of mixtures of experts, moe_linear() and moe_gated_linear(), for CPU and CUDA.
 
 A weight is [experts, N, K] in one piece; every token brings its experts' ids. Shapes do not depend on which experts were
-chosen, and nothing on a device waits for the host, so that steps can be captured and compiled. Argument conventions:
+chosen, and nothing on a device waits for the host, so that steps can be captured. Argument conventions:
 docs/architecture.md.
 
 follows_gated says that the latest moe_gated_linear on the stream was of the same experts, and that these and the weight have
@@ -19,17 +19,8 @@ from torch import Tensor
 from nf4_kernels import cpu, moe_torch, reference
 from nf4_kernels.cpu import moe as cpu_moe
 from nf4_kernels.cuda import moe as cuda_moe
-from nf4_kernels.format import Weight, check_experts, with_weight
+from nf4_kernels.format import Weight, check_experts
 from nf4_kernels.ops import backend
-
-_library = torch.library.Library("nf4", "FRAGMENT")
-_library.define(
-    f"moe_linear(Tensor x, {Weight.SCHEMA}, Tensor experts, Tensor? bias=None, Tensor? routing_weights=None, "
-    "bool follows_gated=False) -> Tensor"
-)
-_library.define(
-    f"moe_gated_linear(Tensor x, {Weight.SCHEMA}, Tensor experts, str activation, Tensor? bias=None) -> Tensor"
-)
 
 
 def _library_of(device_type: str) -> ModuleType:
@@ -50,7 +41,7 @@ def _check(x: Tensor, weight: Weight, experts: Tensor, bias: Tensor | None) -> N
         raise ValueError(f"bias must be {x.dtype} {[count, n]}, got {bias.dtype} {list(bias.shape)}")
 
 
-def _moe_linear(
+def moe_linear(
     x: Tensor,
     weight: Weight,
     experts: Tensor,
@@ -58,6 +49,7 @@ def _moe_linear(
     routing_weights: Tensor | None = None,
     follows_gated: bool = False,
 ) -> Tensor:
+    """See reference.moe_linear(); ValueError names what does not fit."""
     _check(x, weight, experts, bias)
     if routing_weights is not None and (
         routing_weights.shape != experts.shape or routing_weights.dtype != torch.float32
@@ -71,9 +63,8 @@ def _moe_linear(
     return out
 
 
-def _moe_gated_linear(
-    x: Tensor, weight: Weight, experts: Tensor, activation: str, bias: Tensor | None = None
-) -> Tensor:
+def moe_gated_linear(x: Tensor, weight: Weight, experts: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
+    """See reference.moe_gated_linear(); ValueError names what does not fit."""
     _check(x, weight, experts, bias)
     reference.check_expert_gate(weight.shape[1], activation)
     if cuda_moe.takes(x, weight.shape, weight.blocksize, experts.shape[1], gated=True):
@@ -81,34 +72,3 @@ def _moe_gated_linear(
     else:
         out = _library_of(x.device.type).moe_gated_linear(x, weight, experts, activation, bias)
     return out
-
-
-def _shape(
-    x: Tensor,
-    weight: Weight,
-    experts: Tensor,
-    bias: Tensor | None = None,
-    routing_weights: Tensor | None = None,
-    follows_gated: bool = False,
-) -> Tensor:
-    _check_columns(x, weight)
-    rows = experts.shape if routing_weights is None else experts.shape[:1]
-    return x.new_empty((*rows, weight.shape[1]))
-
-
-def _gated_shape(x: Tensor, weight: Weight, experts: Tensor, *_: object) -> Tensor:
-    _check_columns(x, weight)
-    return x.new_empty((*experts.shape, weight.shape[1] // 2))
-
-
-def _check_columns(x: Tensor, weight: Weight) -> None:
-    torch._check(x.shape[-1] == weight.shape[2], lambda: f"x ends in {x.shape[-1]}, the weight is {list(weight.shape)}")
-
-
-for _name, _kernel, _fake in (
-    ("moe_linear", _moe_linear, _shape),
-    ("moe_gated_linear", _moe_gated_linear, _gated_shape),
-):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, with_weight(_kernel, 1), _key)
-    torch.library.register_fake(f"nf4::{_name}", with_weight(_fake, 1))

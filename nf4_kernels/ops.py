@@ -1,4 +1,4 @@
-"""The torch.library ops of the namespace nf4, for CPU and CUDA, with fakes.
+"""GEMMs with NF4 weights and what surrounds them, for CPU and CUDA; two of them are also torch.library ops, with fakes.
 
 linear, fused_linear, tiled_linear and gated_linear compute GEMMs with NF4 weights, linear_bf16w one with a bfloat16
 weight; dequantize expands a weight. gated_linear can give the tiled activations that tiled_linear takes.
@@ -16,26 +16,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from nf4_kernels import cpu, cuda, fakes, reference
+from nf4_kernels import cpu, cuda, reference
 from nf4_kernels.format import Weight, with_weight
 
 logger = logging.getLogger(__name__)
 
-_library = torch.library.Library("nf4", "DEF")
-_library.define(f"linear(Tensor x, {Weight.SCHEMA}, Tensor? bias=None) -> Tensor")
-_library.define(f"dequantize({Weight.SCHEMA}, ScalarType dtype) -> Tensor")
-_library.define(
-    f"fused_linear(Tensor x, {Weight.SCHEMA}, Tensor? bias=None, Tensor? residual=None, Tensor? norm_weight=None,"
-    " float norm_eps=0.0) -> Tensor"
-)
-_library.define(
-    f"tiled_linear(Tensor tiles, {Weight.SCHEMA}, int tokens, Tensor? bias=None, Tensor? residual=None) -> Tensor"
-)
-_library.define(
-    f"gated_linear(Tensor x, {Weight.SCHEMA}, Tensor? bias=None, Tensor? norm_weight=None, float norm_eps=0.0,"
-    ' str activation="silu", int tile=0) -> Tensor'
-)
-_library.define("linear_bf16w(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _COMPILED = {"cpu": cpu, "cuda": cuda}
 _warned: set[str] = set()
 
@@ -52,12 +37,13 @@ def backend(device_type: str) -> ModuleType:
     return reference
 
 
-def _linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x [..., k] times the transposed weight [n, k] plus bias: [..., n] in x's dtype."""
     out: Tensor = backend(x.device.type).linear(x, weight, bias)
     return out
 
 
-def _fused_linear(
+def fused_linear(
     x: Tensor,
     weight: Weight,
     bias: Tensor | None = None,
@@ -74,15 +60,16 @@ def _fused_linear(
     return out if residual is None else residual + out
 
 
-def _tiled_linear(
+def tiled_linear(
     tiles: Tensor, weight: Weight, tokens: int, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
+    """fused_linear() without a norm, of the x [tokens, k] whose tiled activations are tiles."""
     if backend(tiles.device.type) is cuda:
         return cuda.tiled_linear(tiles, tokens, weight, bias, residual)
-    return _fused_linear(reference.untile_activations(tiles, tokens, weight.shape[1]), weight, bias, residual)
+    return fused_linear(reference.untile_activations(tiles, tokens, weight.shape[1]), weight, bias, residual)
 
 
-def _gated_linear(
+def gated_linear(
     x: Tensor,
     weight: Weight,
     bias: Tensor | None = None,
@@ -91,16 +78,17 @@ def _gated_linear(
     activation: str = "silu",
     tile: int = 0,
 ) -> Tensor:
+    """activation(the first n / 2 columns of fused_linear()) times the others; tiled activations with a tile."""
     if backend(x.device.type) is cuda:
         return cuda.gated_linear(x, weight, bias, norm_weight, norm_eps, activation, tile)
     reference.check_gate(weight.shape[0], activation, tile)
-    return reference.gated(_fused_linear(x, weight, bias, None, norm_weight, norm_eps), activation, tile)
+    return reference.gated(fused_linear(x, weight, bias, None, norm_weight, norm_eps), activation, tile)
 
 
 def token_tile(
     device: torch.device, dtype: torch.dtype, tokens: int, shape: Sequence[int], blocksize: int, nested: bool
 ) -> int:
-    """The token tile with which nf4::tiled_linear needs no launch that tiles x on that device; 0 where there is none."""
+    """The token tile with which tiled_linear() needs no launch that tiles x on that device; 0 where there is none."""
     return cuda.token_tile(device, dtype, tokens, shape, blocksize, nested) if device.type == "cuda" else 0
 
 
@@ -113,7 +101,7 @@ def can_fuse(
     nested: bool,
     normalised: bool,
 ) -> bool:
-    """Whether nf4::fused_linear of x [tokens, K], with a norm or without, needs no launches by torch on that device."""
+    """Whether fused_linear() of x [tokens, K], with a norm or without, needs no launches by torch on that device."""
     return device.type == "cuda" and cuda.can_fuse(device, dtype, tokens, shape, blocksize, nested, normalised)
 
 
@@ -126,30 +114,40 @@ def can_gate(
     nested: bool,
     normalised: bool,
 ) -> bool:
-    """Whether nf4::gated_linear of x [tokens, K] without a tile, with a norm or not, needs no launches by torch."""
+    """Whether gated_linear() of x [tokens, K] without a tile, with a norm or not, needs no launches by torch."""
     return device.type == "cuda" and cuda.can_gate(device, dtype, tokens, shape, blocksize, nested, normalised)
 
 
-def _dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
+def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The weight as a dense tensor of its shape, bit for bit as bitsandbytes gives it."""
     out: Tensor = backend(weight.packed.device.type).dequantize(weight, dtype)
     return out
 
 
-def _linear_bf16w(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_bf16w(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., k] times the transposed bfloat16 weight [n, k] plus bias, in x's dtype."""
     if x.device.type == "cpu" and backend("cpu") is cpu:
         return cpu.linear_bf16w(x, weight, bias)
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
-for _key in ("CPU", "CUDA"):
-    for _name, _kernel in (
-        ("linear", _linear),
-        ("fused_linear", _fused_linear),
-        ("tiled_linear", _tiled_linear),
-        ("gated_linear", _gated_linear),
-    ):
-        _library.impl(_name, with_weight(_kernel, 1), _key)
-    _library.impl("dequantize", with_weight(_dequantize, 0), _key)
-    _library.impl("linear_bf16w", _linear_bf16w, _key)
+def _linear_shape(x: Tensor, weight: Weight, *_: object) -> Tensor:
+    n, k = weight.shape
+    torch._check(x.shape[-1] == k, lambda: f"x ends in {x.shape[-1]}, the weight is {[n, k]}")
+    return x.new_empty((*x.shape[:-1], n))
 
-fakes.register()
+
+def _dequantized_shape(weight: Weight, dtype: torch.dtype) -> Tensor:
+    return weight.packed.new_empty(list(weight.shape), dtype=dtype)
+
+
+_library = torch.library.Library("nf4", "DEF")
+_library.define(f"linear(Tensor x, {Weight.SCHEMA}, Tensor? bias=None) -> Tensor")
+_library.define(f"dequantize({Weight.SCHEMA}, ScalarType dtype) -> Tensor")
+for _name, _place, _kernel, _fake in (
+    ("linear", 1, linear, _linear_shape),
+    ("dequantize", 0, dequantize, _dequantized_shape),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, with_weight(_kernel, _place), _key)
+    torch.library.register_fake(f"nf4::{_name}", with_weight(_fake, _place))

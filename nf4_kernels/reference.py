@@ -61,7 +61,7 @@ def gated(gate_up: Tensor, activation: str, tile: int = 0) -> Tensor:
 def moe_linear(
     x: Tensor, weight: Weight, experts: Tensor, bias: Tensor | None = None, routing_weights: Tensor | None = None
 ) -> Tensor:
-    """nf4::moe_linear: x [tokens, K] or [tokens, top_k, K] times the weights of each token's experts, of [E, N, K].
+    """x [tokens, K] or [tokens, top_k, K] times the weights of each token's experts, of [E, N, K].
 
     experts int32 [tokens, top_k]; an id outside of 0 ... E - 1 gives zeros. bias [E, N]. The result is [tokens, top_k,
     N] in x's dtype. With routing_weights (float32 [tokens, top_k]) these rounded results are multiplied by their
@@ -89,7 +89,7 @@ def check_expert_gate(n: int, activation: str) -> None:
 
 
 def moe_gated_linear(x: Tensor, weight: Weight, experts: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
-    """nf4::moe_gated_linear: gated() of moe_linear() with a weight [E, 2 F, K] of F gates, then F ups: [tokens, top_k, F].
+    """gated() of moe_linear() with a weight [E, 2 F, K] of F gates, then F ups: [tokens, top_k, F].
 
     An id outside of 0 ... E - 1 gives zeros.
     """

@@ -45,7 +45,7 @@ def run(
     choice: MoePlan | None = None,
     follows_gated: bool = False,
 ) -> Tensor:
-    """nf4::moe_linear, or with an activation nf4::moe_gated_linear: see reference.moe_linear().
+    """moe.moe_linear(), or with an activation moe_gated_linear(): see reference.moe_linear().
 
     x is bfloat16 or float16, bias has x's dtype. choice: the launch to use instead of the plan's. follows_gated: see moe.py.
     Experts outside [0, E) give zeros. ValueError names what does not fit; KernelError is raised as by cuda.linear().

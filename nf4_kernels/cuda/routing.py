@@ -1,13 +1,8 @@
 """A mixture's router in one launch on CUDA: softmax, selection and weights, and for few tokens the GEMM in front of them.
 
-    nf4::route(Tensor logits, int k, bool normalised, ScalarType rounded) -> (Tensor weights, Tensor experts)
-    nf4::route_linear(Tensor x, Tensor weight, int k, bool normalised, ScalarType rounded) -> (Tensor, Tensor)
-
 logits [.., width] of a floating type. experts int32 [.., k] are those of the k greatest of softmax(logits) in float32, in
 descending order; equal ones come in the order of their indices. weights float32 [.., k] are these probabilities, divided by
-their sum where they are normalised, rounded to the type `rounded`. route_linear gives those of the logits x @ weight.T, in
-x's type; x is [tokens, hidden], weight [width, hidden] one of the model's parameters: it may be read before the launch in
-front has ended, so nothing may write it.
+their sum where they are normalised, rounded to the type `rounded`.
 """
 
 from __future__ import annotations
@@ -27,18 +22,15 @@ MOST_CHOICES = 32
 """Choices of a row that one launch finds."""
 MOST_TOKENS = 128
 """Tokens up to which one launch computes logits, too: each 8 tokens read the weight."""
-_library = torch.library.Library("nf4", "FRAGMENT")
-_library.define("route_linear(Tensor x, Tensor weight, int k, bool normalised, ScalarType rounded) -> (Tensor, Tensor)")
-_library.define("route(Tensor logits, int k, bool normalised, ScalarType rounded) -> (Tensor, Tensor)")
 
 
 def can_route(device: torch.device, dtype: torch.dtype, width: int, k: int) -> bool:
-    """Whether nf4::route is one launch for rows of that width."""
+    """Whether route() is one launch for rows of that width."""
     return k <= MOST_CHOICES and can_select(device, dtype, width, k)
 
 
 def can_route_linear(device: torch.device, dtype: torch.dtype, width: int, hidden: int, k: int) -> bool:
-    """Whether nf4::route_linear is one launch for few tokens."""
+    """Whether route_linear() is one launch for few tokens."""
     fits = width <= 128 and 256 <= hidden <= 4096 and hidden % 256 == 0 and dtype in (torch.float16, torch.bfloat16)
     return fits and can_route(device, dtype, width, k) and capability(device)[0] >= 9
 
@@ -51,12 +43,13 @@ def _in_torch(logits: Tensor, k: int, normalised: bool, rounded: torch.dtype) ->
     return weights.to(rounded).float(), indices[..., :k].to(torch.int32).contiguous()
 
 
-def _on_cuda(logits: Tensor, k: int, normalised: bool, rounded: torch.dtype) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, k: int, normalised: bool, rounded: torch.dtype) -> tuple[Tensor, Tensor]:
+    """weights and experts of logits."""
     width = logits.shape[-1]
     if logits.numel() == 0 or rounded not in DTYPES or not can_route(logits.device, logits.dtype, width, k):
         return _in_torch(logits, k, normalised, rounded)
     logits = logits.contiguous()
-    weights, experts = _fake(logits, k, normalised, rounded)
+    weights, experts = _empty(logits, k, normalised, rounded)
     with torch.cuda.device(logits.device):
         loaded = usable()
         status = loaded.nf4_cuda_route(
@@ -67,26 +60,24 @@ def _on_cuda(logits: Tensor, k: int, normalised: bool, rounded: torch.dtype) -> 
     return weights, experts
 
 
-def _fake(logits: Tensor, k: int, normalised: bool, rounded: torch.dtype) -> tuple[Tensor, Tensor]:
+def _empty(logits: Tensor, k: int, normalised: bool, rounded: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = (*logits.shape[:-1], k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
-def _linear_in_torch(
-    x: Tensor, weight: Tensor, k: int, normalised: bool, rounded: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    routes: tuple[Tensor, Tensor] = torch.ops.nf4.route(functional.linear(x, weight), k, normalised, rounded)
-    return routes
+def route_linear(x: Tensor, weight: Tensor, k: int, normalised: bool, rounded: torch.dtype) -> tuple[Tensor, Tensor]:
+    """weights and experts of the logits x [tokens, hidden] @ weight.T, in x's dtype.
 
-
-def _linear_on_cuda(x: Tensor, weight: Tensor, k: int, normalised: bool, rounded: torch.dtype) -> tuple[Tensor, Tensor]:
+    weight [width, hidden] is one of the model's parameters: it may be read before the launch in front has ended, so nothing
+    may write it.
+    """
     (tokens, hidden), width = x.shape, weight.shape[0]
     alike = weight.dtype == x.dtype and weight.device == x.device and weight.shape == (width, hidden)
     fits = 0 < tokens <= MOST_TOKENS and alike and rounded in DTYPES and weight.is_contiguous()
     x = x.contiguous()
     if not fits or (x.data_ptr() | weight.data_ptr()) % 16 or not can_route_linear(x.device, x.dtype, width, hidden, k):
-        return _linear_in_torch(x, weight, k, normalised, rounded)
-    weights, experts = _fake(x, k, normalised, rounded)
+        return route(functional.linear(x, weight), k, normalised, rounded)
+    weights, experts = _empty(x, k, normalised, rounded)
     with torch.cuda.device(x.device):
         loaded = usable()
         status = loaded.nf4_cuda_route_linear(
@@ -95,17 +86,3 @@ def _linear_on_cuda(x: Tensor, weight: Tensor, k: int, normalised: bool, rounded
         )  # fmt: skip
         raise_for(loaded, status, f"routes of {list(x.shape)} by {list(weight.shape)}")
     return weights, experts
-
-
-_library.impl("route", _in_torch, "CPU")
-_library.impl("route", _on_cuda, "CUDA")
-torch.library.register_fake("nf4::route", _fake)
-
-
-_library.impl("route_linear", _linear_in_torch, "CPU")
-_library.impl("route_linear", _linear_on_cuda, "CUDA")
-
-
-@torch.library.register_fake("nf4::route_linear")  # type: ignore[untyped-decorator]
-def _(x: Tensor, weight: Tensor, k: int, normalised: bool, rounded: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _fake(x, k, normalised, rounded)

@@ -1,10 +1,4 @@
-"""The op nf4::top_k, what a router of experts asks for: the k greatest values of each row, in one launch on CUDA.
-
-    nf4::top_k(Tensor x, int k) -> (Tensor values, Tensor indices)
-
-x [.., width] of a floating type; values [.., k] in descending order and indices int64 [.., k], as torch.topk gives them.
-NaN is the greatest. Unlike torch.topk's, equal values come in the order of their indices.
-"""
+"""The k greatest values of each row, as routers of experts ask for them, in one launch on CUDA."""
 
 from __future__ import annotations
 
@@ -18,12 +12,10 @@ from nf4_kernels.params import DTYPES
 
 MOST_WIDTH = 1024
 """Values of a row that one launch takes."""
-_library = torch.library.Library("nf4", "FRAGMENT")
-_library.define("top_k(Tensor x, int k) -> (Tensor, Tensor)")
 
 
 def can_select(device: torch.device, dtype: torch.dtype, width: int, k: int) -> bool:
-    """Whether nf4::top_k is one launch for rows of that width."""
+    """Whether top_k() is one launch for rows of that width."""
     return device.type == "cuda" and dtype in DTYPES and 1 <= k <= width <= MOST_WIDTH and load_error() is None
 
 
@@ -32,7 +24,11 @@ def _in_torch(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values[..., :k].contiguous(), indices[..., :k].contiguous()
 
 
-def _on_cuda(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k greatest of x [.., width], in descending order, and their indices, int64, as torch.topk gives them.
+
+    NaN is the greatest. Unlike torch.topk's, equal values come in the order of their indices.
+    """
     width = x.shape[-1]
     if x.numel() == 0 or not can_select(x.device, x.dtype, width, k):
         return _in_torch(x, k)
@@ -47,13 +43,3 @@ def _on_cuda(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         )  # fmt: skip
         raise_for(loaded, status, f"top_k of {list(x.shape)}")
     return values, indices
-
-
-_library.impl("top_k", _in_torch, "CPU")
-_library.impl("top_k", _on_cuda, "CUDA")
-
-
-@torch.library.register_fake("nf4::top_k")  # type: ignore[untyped-decorator]
-def _(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    shape = (*x.shape[:-1], k)
-    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)

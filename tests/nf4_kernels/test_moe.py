@@ -1,4 +1,4 @@
-"""nf4::moe_linear and nf4::moe_gated_linear against float64 GEMMs of the expanded weights, expert by expert."""
+"""moe_linear() and moe_gated_linear() against float64 GEMMs of the expanded weights, expert by expert."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nf4_kernels import cpu, moe_torch, reference
+from nf4_kernels import cpu, moe, moe_torch, reference
 from nf4_kernels.format import Weight
 from tests.marks import with_rest
 from tests.nf4_kernels.weights import FIXED_POINT, quantized, using_isa
@@ -74,8 +74,7 @@ def exactly(e: Experts, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def call(e: Experts, x: torch.Tensor, ids: torch.Tensor, routing: torch.Tensor | None = None) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.nf4.moe_linear(x, *e.weight.arguments(), ids, e.bias, routing)
-    return out
+    return moe.moe_linear(x, e.weight, ids, e.bias, routing)
 
 
 def is_close(found: torch.Tensor, exact: torch.Tensor) -> bool:
@@ -134,7 +133,7 @@ def test_gates_are_activated_and_multiplied_by_ups(activation: str, dtype: torch
     else:
         exact = up * (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh"))
     w = e.weight
-    found = torch.ops.nf4.moe_gated_linear(x, *w.arguments(), ids, activation, e.bias)
+    found = moe.moe_gated_linear(x, w, ids, activation, e.bias)
     assert is_close(found, exact)
     assert is_close(moe_torch.moe_gated_linear(x, w, ids, activation, e.bias), exact)
 
@@ -156,7 +155,7 @@ def test_experts_that_are_not_here_give_zeros(tokens: int) -> None:
         assert not found[:, [0, 2]].any()
         assert is_close(found, exactly(e, x, ids))
     none = torch.full_like(ids, -1)
-    assert not torch.ops.nf4.moe_gated_linear(x, *e.weight.arguments(), none, "swiglu_oai", e.bias).any()
+    assert not moe.moe_gated_linear(x, e.weight, none, "swiglu_oai", e.bias).any()
 
 
 def test_no_tokens_give_no_results() -> None:
@@ -183,26 +182,4 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="expand their nested scales"):
         call(random_experts(4, 32, 64, 64, True, torch.float32), x, ids)
     with pytest.raises(ValueError, match="activation must be one of"):
-        torch.ops.nf4.moe_gated_linear(x, *e.weight.arguments(), ids, "relu")
-
-
-def test_opcheck_and_compilation() -> None:
-    e = random_experts(4, 128, 128, 64, True, torch.float32, offsets=True)
-    w, ids, x = e.weight, torch.randint(0, 4, (5, 2), dtype=torch.int32), torch.randn(5, 128)
-    routing = torch.rand(5, 2)
-    arguments = (*w.arguments(), ids)
-    torch.library.opcheck(torch.ops.nf4.moe_linear.default, (x, *arguments, None, routing))
-    torch.library.opcheck(torch.ops.nf4.moe_linear.default, (x, *arguments))
-    torch.library.opcheck(torch.ops.nf4.moe_gated_linear.default, (x, *arguments, "silu"))
-
-    def block(x: torch.Tensor, ids: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        return call(e, x + 1, ids, routing) * 2
-
-    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (2, 7):
-        x, ids, routing = (
-            torch.randn(tokens, 128),
-            torch.randint(0, 4, (tokens, 2), dtype=torch.int32),
-            torch.rand(tokens, 2),
-        )
-        assert torch.equal(compiled(x, ids, routing), block(x, ids, routing))
+        moe.moe_gated_linear(x, e.weight, ids, "relu")

@@ -21,7 +21,6 @@ def test_opcheck(nested: bool) -> None:
     x, bias = torch.randn(3, 128), torch.randn(48)
     torch.library.opcheck(torch.ops.nf4.linear.default, (x, *q.weight.arguments(), bias))
     torch.library.opcheck(torch.ops.nf4.dequantize.default, (*q.weight.arguments(), torch.bfloat16))
-    torch.library.opcheck(torch.ops.nf4.linear_bf16w.default, (x, torch.randn(8, 128).to(torch.bfloat16)))
 
 
 def test_an_ops_arguments_are_the_weight() -> None:

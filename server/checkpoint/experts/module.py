@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-import nf4_kernels  # noqa: F401 - registers torch.ops.nf4
+from nf4_kernels.moe import moe_gated_linear, moe_linear
 from server.checkpoint.weight import WeightBuffers
 
 UNGATED = "relu2"
@@ -40,15 +40,12 @@ class NF4Experts(nn.Module):
         """
         experts = top_k_index.to(torch.int32)
         gate_up, down = self.gate_up, self.down
-        is_gated, up = self.activation != UNGATED, (*gate_up.weight.arguments(), experts)
+        is_gated = self.activation != UNGATED
         if is_gated:
-            inner = torch.ops.nf4.moe_gated_linear(hidden_states, *up, self.activation, gate_up.bias)
+            inner = moe_gated_linear(hidden_states, gate_up.weight, experts, self.activation, gate_up.bias)
         else:
-            inner = torch.ops.nf4.moe_linear(hidden_states, *up, gate_up.bias).relu().square()
-        out: torch.Tensor = torch.ops.nf4.moe_linear(
-            inner, *down.weight.arguments(), experts, down.bias, top_k_weights.float(), follows_gated=is_gated
-        )
-        return out
+            inner = moe_linear(hidden_states, gate_up.weight, experts, gate_up.bias).relu().square()
+        return moe_linear(inner, down.weight, experts, down.bias, top_k_weights.float(), follows_gated=is_gated)
 
     def extra_repr(self) -> str:
         """Text that print(model) has of it."""

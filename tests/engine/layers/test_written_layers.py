@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from server.checkpoint.loading import load_model
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
 from server.engine.runtime.attention.graph_backend import DecodeForm
+from server.engine.runtime.layers import projection
 from server.engine.runtime.layers.experts import LogitsRouter, ModuleRouter, read_router
 from server.engine.runtime.layers.norm import RmsNorm, read_rms_norm
 from server.engine.runtime.layers.parts import UnknownLayerError
@@ -177,8 +179,8 @@ def test_all_launches_that_a_layer_may_make_compute_the_same(
     ids = torch.randint(0, 128, (1, 40))
     written = read_layer(layer, 0, AttentionOptions(layer.self_attn.scaling))
     called: list[str] = []
-    for name in ("fused_linear", "gated_linear", "tiled_linear"):
-        _watch(monkeypatch, name, called)
+    watched = {name: _watched(name, called) for name in ("fused_linear", "gated_linear", "tiled_linear")}
+    monkeypatch.setattr(projection, "ops", SimpleNamespace(**vars(ops) | watched))
     results: list[Sequence[torch.Tensor]] = []
 
     def hook(_: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
@@ -207,14 +209,12 @@ def test_forms_of_attention_by_sequences(family: str, monkeypatch: pytest.Monkey
     assert attention.form(129, torch.bfloat16) == DecodeForm(True, norms, 0)
 
 
-def _watch(monkeypatch: pytest.MonkeyPatch, name: str, called: list[str]) -> None:
-    own = getattr(torch.ops.nf4, name)
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
+def _watched(name: str, called: list[str]) -> Any:
+    def watched(*args: Any) -> Any:
         called.append(name)
-        return own(*args, **kwargs)
+        return getattr(ops, name)(*args)
 
-    monkeypatch.setattr(torch.ops.nf4, name, watched)
+    return watched
 
 
 WRITTEN_MIXTURES = (

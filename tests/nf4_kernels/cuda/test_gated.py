@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nf4_kernels import cuda, reference
+from nf4_kernels import Weight, cuda, ops, reference
 from nf4_kernels.cuda import launches
 from nf4_kernels.params import ACTIVATIONS
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, Wgmma, rows_candidates
@@ -256,7 +256,7 @@ def wrong_arguments(device: torch.device | str) -> None:
     x = torch.zeros(2, k, device=device, dtype=BFLOAT16)
     for rows, activation, tile in ((n, "relu", 0), (n - 1, "silu", 0), (n, "silu", -1)):
         with pytest.raises(ValueError, match=f"'{activation}', {rows}, {tile}"):
-            torch.ops.nf4.gated_linear(x, packed, [rows, k], *rest, activation=activation, tile=tile)
+            ops.gated_linear(x, Weight.of(packed, [rows, k], *rest), activation=activation, tile=tile)
 
 
 @gpu
@@ -272,29 +272,24 @@ def test_what_is_wrong_is_named_on_a_cpu() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_on_a_cpu(nested: bool, activation: str) -> None:
     q = quantized((96, 192), 64, nested, seed=1)
-    weight = q.weight.arguments()
     exact = reference.dequantize(q.weight, torch.float32).double()
     x, bias, norm_weight = torch.randn(2, 5, 192) * 5, torch.randn(96), torch.randn(192)
     for more, norm in itertools.product((None, bias), (None, norm_weight)):
         rows = x.double() if norm is None else functional.rms_norm(x.double(), (192,), norm.double(), 0.1)
         gate, up = (rows @ exact.T + (0 if more is None else more.double())).chunk(2, -1)
-        arguments = x, *weight, more, norm, 0.1, activation
-        found = torch.ops.nf4.gated_linear(*arguments)
+        arguments = x, q.weight, more, norm, 0.1, activation
+        found = ops.gated_linear(*arguments)
         assert found.shape == (2, 5, 48)
         assert is_close(found, activated(gate, activation) * up)
-        tiles = torch.ops.nf4.gated_linear(*arguments, 8)
+        tiles = ops.gated_linear(*arguments, 8)
         assert torch.equal(tiles, reference.tile_activations(found.flatten(0, 1), 8))
-    if nested:
-        for tile in (0, 8):
-            torch.library.opcheck(torch.ops.nf4.gated_linear.default, (*arguments, tile))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_sums_and_activations_are_rounded(activation: str) -> None:
     q = quantized((96, 128), 64, True, seed=1)
-    weight = q.weight.arguments()
     x = (torch.randn(7, 128) * 20).to(BFLOAT16)
-    gate, up = torch.ops.nf4.linear(x, *weight).chunk(2, -1)
-    found = torch.ops.nf4.gated_linear(x, *weight, activation=activation)
+    gate, up = ops.linear(x, q.weight).chunk(2, -1)
+    found = ops.gated_linear(x, q.weight, activation=activation)
     expected = activated(gate, activation).to(BFLOAT16) * up
     assert int((found != expected)[gate > -3].sum()) <= 3

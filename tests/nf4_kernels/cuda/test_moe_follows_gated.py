@@ -1,4 +1,4 @@
-"""Down of a mixture that reads its experts while launches in front still run: follows_gated of nf4::moe_linear."""
+"""Down of a mixture that reads its experts while launches in front still run: follows_gated of moe_linear()."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_each_layer_sees_the_experts_that_it_has_chosen(tokens: int) -> None:
         found = []
         for layer in range(LAYERS):
             # The routes of each layer lie where those of the layer before did, as in a graph of a model.
-            weighting, experts = torch.ops.nf4.route(logits[layer], TOP_K, True, torch.float32)
+            weighting, experts = routing.route(logits[layer], TOP_K, True, torch.float32)
             inner = cuda_moe.run(x, weights[0], experts, None, None, "silu", gate)
             found.append(cuda_moe.run(inner, weights[1], experts, None, weighting, None, down, follows))
             del weighting, experts, inner

@@ -1,4 +1,4 @@
-"""nf4::route against softmax, selection and normalisation in float64, and the order of what is equal."""
+"""route() against softmax, selection and normalisation in float64, and the order of what is equal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nf4_kernels.cuda import top_k
+from nf4_kernels.cuda import routing, top_k
 from nf4_kernels.cuda.routing import MOST_CHOICES, MOST_TOKENS, can_route, can_route_linear
 from nf4_kernels.cuda.top_k import MOST_WIDTH
 from tests.nf4_kernels.cuda.cuda_weights import ON_GPU, gpu
@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 def route(
     logits: Tensor, k: int, normalised: bool = True, rounded: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    weights, experts = torch.ops.nf4.route(logits, k, normalised, rounded)
+    weights, experts = routing.route(logits, k, normalised, rounded)
     assert (weights.dtype, experts.dtype) == (torch.float32, torch.int32)
     return weights, experts
 
@@ -101,12 +101,12 @@ def test_with_the_gemm(width: int, hidden: int, k: int, dtype: torch.dtype, devi
         if device == "cuda":
             torch.cuda.synchronize()  # weights are constant for the launch
         for normalised, rounded in ((True, dtype), (False, torch.float32)):
-            weights, experts = torch.ops.nf4.route_linear(x, weight, k, normalised, rounded)
+            weights, experts = routing.route_linear(x, weight, k, normalised, rounded)
             wanted = route(logits, k, normalised, rounded)
             assert torch.equal(experts, wanted[1])
             assert torch.equal(weights, wanted[0])
         x = torch.randn(tokens, hidden, device=device).to(dtype) / hidden**0.5
-        weights, experts = torch.ops.nf4.route_linear(x, weight, k, False, torch.float32)
+        weights, experts = routing.route_linear(x, weight, k, False, torch.float32)
         exact = torch.softmax(x.double() @ weight.double().t(), -1)
         chosen = exact.gather(-1, experts.long())
         torch.testing.assert_close(weights.double(), chosen, rtol=0.1, atol=0)

@@ -1,4 +1,4 @@
-"""nf4::top_k against torch's own selection, and the order of what is equal."""
+"""top_k() against torch's own selection, and the order of what is equal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nf4_kernels.cuda import top_k as selection
 from nf4_kernels.cuda.top_k import MOST_WIDTH, can_select
 from tests.nf4_kernels.cuda.cuda_weights import ON_GPU, gpu
 
@@ -13,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    values, indices = torch.ops.nf4.top_k(x, k)
+    values, indices = selection.top_k(x, k)
     assert values.dtype == x.dtype
     assert indices.dtype == torch.int64
     return values, indices

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-import nf4_kernels.cuda.routing
-import nf4_kernels.cuda.top_k  # noqa: F401 - these two register torch.ops.nf4
+from nf4_kernels.cuda.routing import route_linear
+from nf4_kernels.cuda.top_k import top_k
 from server.engine.runtime import exchange
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm
@@ -80,10 +80,7 @@ class SoftmaxRouter:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Router."""
-        found: tuple[torch.Tensor, torch.Tensor] = torch.ops.nf4.route_linear(
-            x, self.weight, self.top_k, self.normalised, self.rounded
-        )
-        return found
+        return route_linear(x, self.weight, self.top_k, self.normalised, self.rounded)
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class LogitsRouter:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Router."""
-        values, experts = torch.ops.nf4.top_k(nn.functional.linear(x, self.weight, self.bias), self.top_k)
+        values, experts = top_k(nn.functional.linear(x, self.weight, self.bias), self.top_k)
         return torch.softmax(values, -1), experts
 
 

@@ -17,7 +17,7 @@ class Norm(Protocol):
 
     @property
     def in_launch(self) -> bool:
-        """Whether a GEMM's own launches may compute it: nf4::fused_linear does so for RMS norms without an offset."""
+        """Whether a GEMM's own launches may compute it: ops.fused_linear() does so for RMS norms without an offset."""
         ...
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Projection(Protocol):
         ...
 
     def of_tiles(self, tiles: torch.Tensor, tokens: int, residual: torch.Tensor | None) -> torch.Tensor:
-        """residual + the GEMM of x in tiled activations (nf4::tiled_linear)."""
+        """residual + the GEMM of x in tiled activations (ops.tiled_linear())."""
         ...
 
 
@@ -103,15 +103,12 @@ class Nf4Projection:
         if linear.uses_copy(tokens):
             return _by_copy(linear, x if norm is None else norm(x), residual)
         x, weight, eps = self._normalised(x, norm)
-        y: torch.Tensor = torch.ops.nf4.fused_linear(x, *linear.weight.arguments(), linear.bias, residual, weight, eps)
-        return y
+        return ops.fused_linear(x, linear.weight, linear.bias, residual, weight, eps)
 
     def gated(self, x: torch.Tensor, norm: Norm | None, activation: str, tile: int) -> torch.Tensor:
-        """nf4::gated_linear of norm(x): [T, n / 2], or tiled activations with a tile. Where gates() says so."""
+        """ops.gated_linear() of norm(x): [T, n / 2], or tiled activations with a tile. Where gates() says so."""
         x, weight, eps = self._normalised(x, norm)
-        own = *self.linear.weight.arguments(), self.linear.bias
-        y: torch.Tensor = torch.ops.nf4.gated_linear(x, *own, weight, eps, activation, tile)
-        return y
+        return ops.gated_linear(x, self.linear.weight, self.linear.bias, weight, eps, activation, tile)
 
     def gates(self, tokens: int, dtype: torch.dtype, norm: Norm | None) -> bool:
         """Whether the GEMM's launches compute a gated activation for that many tokens, with the norm if they can."""
@@ -132,9 +129,7 @@ class Nf4Projection:
 
     def of_tiles(self, tiles: torch.Tensor, tokens: int, residual: torch.Tensor | None) -> torch.Tensor:
         """See Projection."""
-        weight, bias = self.linear.weight.arguments(), self.linear.bias
-        y: torch.Tensor = torch.ops.nf4.tiled_linear(tiles, *weight, tokens, bias, residual)
-        return y
+        return ops.tiled_linear(tiles, self.linear.weight, tokens, self.linear.bias, residual)
 
     def _normalised(self, x: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor | None, float]:
         """x and the norm that is left to the GEMM: its weight and eps."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-import nf4_kernels
-from nf4_kernels import cpu
+from nf4_kernels import cpu, ops
 from nf4_kernels.cpu.huge_pages import HugePages
 from server.engine.runtime.model.projections import NF4Linear
 
@@ -45,13 +44,12 @@ class Bf16Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] to [..., N], float32."""
-        out: torch.Tensor = torch.ops.nf4.linear_bf16w(x, self.weight, self.bias)
-        return out
+        return ops.linear_bf16w(x, self.weight, self.bias)
 
 
 def use_cpu_kernels(model: nn.Module) -> None:
     """Put the model's NF4Linear layers and its output layer on the CPU kernels, where these can be used."""
-    if nf4_kernels.cpu.load_error() is not None:
+    if cpu.load_error() is not None:
         return
     pages = HugePages()
     for parent in list(model.modules()):

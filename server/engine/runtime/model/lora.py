@@ -10,7 +10,7 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 
-from nf4_kernels import cpu
+from nf4_kernels import cpu, ops
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.lora import AdapterFactors
 from server.engine.runtime.batch import Batch
@@ -154,8 +154,7 @@ class AdaptedLinear(nn.Module):
 def dequantized(base: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """A linear layer's weight [out_features, in_features] in dtype, a copy. CheckpointError where it cannot be had."""
     if isinstance(base, NF4Linear):
-        weight: torch.Tensor = torch.ops.nf4.dequantize(*base.weight.arguments(), dtype)
-        return weight
+        return ops.dequantize(base.weight, dtype)
     if isinstance(base, CpuNF4Linear):
         return cpu.dequantize(base.weight, dtype)
     if isinstance(base, nn.Linear) and not isinstance(base, Linear4bit):

@@ -15,7 +15,7 @@ from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 
-import nf4_kernels.ops  # noqa: F401 - registers torch.ops.nf4
+from nf4_kernels import ops
 from nf4_kernels.format import NESTED_BLOCKSIZE, Weight, block_scales, second_level
 from server.checkpoint.packed import keeps_fp4
 from server.checkpoint.weight import WeightBuffers
@@ -63,14 +63,13 @@ class NF4Linear(WeightBuffers):
 
     def expand(self, dtype: torch.dtype) -> None:
         """Keep a dequantized copy of the weight in dtype beside the codes; it equals bitsandbytes' bit for bit."""
-        self.expanded = torch.ops.nf4.dequantize(*self.weight.arguments(), dtype)
+        self.expanded = ops.dequantize(self.weight, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., out_features]."""
         if self.expanded is not None and self.uses_copy(x.shape[:-1].numel()):
             return torch.nn.functional.linear(x, self.expanded, self.bias)
-        out: torch.Tensor = torch.ops.nf4.linear(x, *self.weight.arguments(), self.bias)
-        return out
+        return ops.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Text that print(model) has of it."""
@@ -145,7 +144,7 @@ def _expand_read_weights(parent: nn.Module) -> None:
         if name not in read:
             continue
         plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
-        weight = torch.ops.nf4.dequantize(*_weight_of(layer).arguments(), layer.compute_dtype)
+        weight = ops.dequantize(_weight_of(layer), layer.compute_dtype)
         plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), layer.bias
         setattr(parent, name, plain)
 

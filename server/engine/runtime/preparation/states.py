@@ -15,6 +15,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import PreTrainedModel
 
+from nf4_kernels import ops
 from server.checkpoint.loading import available_bytes
 from server.checkpoint.states import NARROW_INPUTS, attends, has_states, kinds_of_layers, state_modules
 from server.config import EngineConfig
@@ -56,7 +57,7 @@ def keep_in_16_bits(model: PreTrainedModel) -> None:
 def _expanded(linear: Linear4bit, dtype: torch.dtype) -> nn.Linear:
     state = linear.weight.quant_state
     if state.quant_type == "nf4":
-        weight = torch.ops.nf4.dequantize(*NF4Linear.of(linear).weight.arguments(), dtype)
+        weight = ops.dequantize(NF4Linear.of(linear).weight, dtype)
     else:
         weight = dequantize_4bit(linear.weight.data, state).to(dtype)
     with torch.device("meta"):
