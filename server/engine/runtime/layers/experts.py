@@ -104,11 +104,18 @@ class ModuleRouter:
         """others: what the module takes after x."""
         self._module = module
         self._others = others
+        self._wants_batch = False
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Router."""
-        # Of the classes that take something after x, Trinity's wants a batch of sequences, and the others flatten one.
-        _, weights, experts = self._module(x.unsqueeze(0) if self._others else x, *self._others)
+        if not self._wants_batch:
+            try:
+                _, weights, experts = self._module(x, *self._others)
+            except ValueError:
+                # Trinity's unpacks three dimensions.
+                self._wants_batch = True
+        if self._wants_batch:
+            _, weights, experts = self._module(x.unsqueeze(0), *self._others)
         return weights, experts
 
 
