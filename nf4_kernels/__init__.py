@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nf4_kernels import cpu, cuda, gated_delta, ops
+from nf4_kernels import cpu, cuda, ops
 from nf4_kernels.cuda.weight_order import prefetch_next
 from nf4_kernels.format import Weight
 
@@ -88,4 +88,4 @@ def _gpu() -> str:
     return f"sm_{major}{minor} ({torch.cuda.get_device_name()})"
 
 
-_registered = (ops, gated_delta)  # imported because it registers torch.ops.nf4
+_registered = ops  # imported because it registers torch.ops.nf4

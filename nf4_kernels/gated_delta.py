@@ -1,21 +1,17 @@
-"""The ops of the gated delta rule with its causal convolution, as in Qwen3.5 and Qwen3-Next, for CPU and CUDA, with fakes.
+"""The gated delta rule with its causal convolution, as in Qwen3.5 and Qwen3-Next, for CPU and CUDA.
 
-    nf4::gated_delta_step(LAYER, Tensor slots, int num_key_heads) -> Tensor
-    nf4::gated_delta_chunks(LAYER, Tensor query_start_loc, Tensor slots, Tensor has_state, int num_key_heads) -> Tensor
-
-LAYER: Tensor qkv, Tensor z, Tensor a, Tensor b, Tensor conv_weight, Tensor a_log, Tensor dt_bias, Tensor norm_weight,
-float eps, Tensor(a!) conv_state, Tensor(b!) state.
-
-A layer has Hk key heads of dk and Hv value heads of dv; C = 2 Hk dk + Hv dv channels are convolved by K taps.
+run() advances the sequences of a step. A layer has Hk key heads of dk and Hv value heads of dv; C = 2 Hk dk + Hv dv
+channels are convolved by K taps.
 
 * qkv [T, C]: all heads of q, then of k, then of v; z [T, Hv dv]; a and b [T, Hv]. One dtype, float32, bfloat16 or float16.
   Rows may be views of a joined GEMM's; a row is contiguous.
 * conv_weight [C, K] and norm_weight [dv] in qkv's dtype or float32; a_log and dt_bias [Hv] in float32.
 * conv_state [slots, C, K - 1] in qkv's dtype, the latest inputs of the convolution, the oldest first; state [slots, Hv, dk,
   dv] in float32 or bfloat16. A slot is contiguous. Both are updated in place.
-* slots int32: the slot of each sequence. -1 is padding: nothing is written, its results are zeros. No slot comes twice.
-* query_start_loc int32 [S + 1]: sequence i has the rows query_start_loc[i] ... query_start_loc[i + 1] - 1, or none. Rows of
-  no sequence give zeros. has_state bool [S]: whether the slot holds a state; else the sequence begins with zeros.
+* sequences: slots int32 [S], of which -1 is padding: nothing is written, its results are zeros. No slot comes twice. With
+  query_start_loc, int32 [S + 1], sequence i has the rows query_start_loc[i] ... query_start_loc[i + 1] - 1, or none, and
+  has_state, bool [S], says whether its slot holds a state, else it begins with zeros. Without, each has one row. Rows of no
+  sequence give zeros.
 
 For each token of a sequence: qkv is convolved, SiLU follows, and the result is rounded to qkv's dtype. q and k are divided
 by sqrt(sum of squares + 1e-6), and q by sqrt(dk). A key head serves Hv / Hk value heads that follow one another. decay is
@@ -37,16 +33,28 @@ from nf4_kernels.cuda import gated_delta as cuda_gated_delta
 from nf4_kernels.gated_delta_params import GatedDelta, Sequences
 from nf4_kernels.params import DTYPES
 
-_LAYER = (
-    "Tensor qkv, Tensor z, Tensor a, Tensor b, Tensor conv_weight, Tensor a_log, Tensor dt_bias, Tensor norm_weight,"
-    " float eps, Tensor(a!) conv_state, Tensor(b!) state"
-)
-_library = torch.library.Library("nf4", "FRAGMENT")
-_library.define(f"gated_delta_step({_LAYER}, Tensor slots, int num_key_heads) -> Tensor")
-_library.define(
-    f"gated_delta_chunks({_LAYER}, Tensor query_start_loc, Tensor slots, Tensor has_state, int num_key_heads) -> Tensor"
-)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def run(p: GatedDelta, sequences: Sequences) -> Tensor:
+    """The results [T, Hv dv]; states are updated. ValueError, by name, for what does not fit together."""
+    _check(p)
+    starts, has_state, count = sequences.query_start_loc, sequences.has_state, sequences.slots.shape[0]
+    _check_indices(slots=(sequences.slots, torch.int32, p.qkv.shape[0] if starts is None else count))
+    if starts is not None and has_state is not None:
+        _check_indices(query_start_loc=(starts, torch.int32, count + 1), has_state=(has_state, torch.bool, count))
+        sequences = Sequences(sequences.slots, starts.contiguous(), has_state.contiguous())
+    sequences = replace(sequences, slots=sequences.slots.contiguous())
+    p = replace(p, a_log=p.a_log.contiguous(), dt_bias=p.dt_bias.contiguous())
+    # Chunks need not cover all rows.
+    out = p.z.new_empty(p.z.shape) if starts is None else p.z.new_zeros(p.z.shape)
+    if cpu_gated_delta.takes(p):
+        cpu_gated_delta.run(p, sequences, out)
+    elif cuda_gated_delta.takes(p, count):
+        cuda_gated_delta.run(p, sequences, out)
+    else:
+        out = gated_delta_torch.run(p, sequences)
+    return out
 
 
 def _check(p: GatedDelta) -> None:
@@ -103,75 +111,3 @@ def _check_indices(**tensors: tuple[Tensor, torch.dtype, int]) -> None:
     for name, (tensor, dtype, count) in tensors.items():
         if tensor.dtype is not dtype or tuple(tensor.shape) != (count,):
             raise ValueError(f"{name} must be {dtype} [{count}], got {tensor.dtype} {list(tensor.shape)}")
-
-
-def _step(
-    qkv: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    conv_state: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    num_key_heads: int,
-) -> Tensor:
-    p = GatedDelta(qkv, z, a, b, conv_weight, a_log, dt_bias, norm_weight, eps, conv_state, state, num_key_heads)
-    _check(p)
-    _check_indices(slots=(slots, torch.int32, qkv.shape[0]))
-    return _run(p, Sequences(slots.contiguous()))
-
-
-def _chunks(
-    qkv: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    conv_state: Tensor,
-    state: Tensor,
-    query_start_loc: Tensor,
-    slots: Tensor,
-    has_state: Tensor,
-    num_key_heads: int,
-) -> Tensor:
-    p = GatedDelta(qkv, z, a, b, conv_weight, a_log, dt_bias, norm_weight, eps, conv_state, state, num_key_heads)
-    _check(p)
-    count = slots.shape[0]
-    _check_indices(
-        slots=(slots, torch.int32, count),
-        query_start_loc=(query_start_loc, torch.int32, count + 1),
-        has_state=(has_state, torch.bool, count),
-    )
-    return _run(p, Sequences(slots.contiguous(), query_start_loc.contiguous(), has_state.contiguous()))
-
-
-def _run(p: GatedDelta, sequences: Sequences) -> Tensor:
-    p = replace(p, a_log=p.a_log.contiguous(), dt_bias=p.dt_bias.contiguous())
-    # Chunks need not cover all rows.
-    out = p.z.new_empty(p.z.shape) if sequences.query_start_loc is None else p.z.new_zeros(p.z.shape)
-    if cpu_gated_delta.takes(p):
-        cpu_gated_delta.run(p, sequences, out)
-    elif cuda_gated_delta.takes(p, len(sequences.slots)):
-        cuda_gated_delta.run(p, sequences, out)
-    else:
-        out = gated_delta_torch.run(p, sequences)
-    return out
-
-
-def _fake(qkv: Tensor, z: Tensor, *_: object) -> Tensor:
-    return z.new_empty(z.shape)
-
-
-for _name, _kernel in (("gated_delta_step", _step), ("gated_delta_chunks", _chunks)):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _key)
-    torch.library.register_fake(f"nf4::{_name}", _fake)

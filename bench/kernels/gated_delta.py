@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from bench.machine import current_commit, gpu_in_file_names
-from nf4_kernels.gated_delta_params import GatedDelta
+from nf4_kernels import gated_delta
+from nf4_kernels.gated_delta_params import GatedDelta, Sequences
 from server.engine.runtime.layers import delta_chunks
 from server.engine.runtime.layers.delta_layout import layout, max_tokens
 
@@ -69,12 +70,6 @@ def layer(heads: tuple[int, int], tokens: int, slots: int, state_dtype: torch.dt
     return GatedDelta(qkv, z, a, b, *parameters, 1e-6, normal(slots, channels, 3), state, key_heads)
 
 
-def arguments(p: GatedDelta) -> tuple[Any, ...]:
-    """The leading arguments of the ops."""
-    parameters = (p.conv_weight, p.a_log, p.dt_bias, p.norm_weight, p.eps, p.conv_state, p.state)
-    return (p.qkv, p.z, p.a, p.b, *parameters)
-
-
 def replayed(launch: Callable[[], object], repeats: int = 15) -> float:
     """Median microseconds of a CUDA graph of launch."""
     stream = torch.cuda.Stream()
@@ -115,7 +110,7 @@ def step_rows(model: str, sequences: int, copy_bytes_per_us: float, state_dtype:
 
     def ours() -> None:
         for p in layers:
-            torch.ops.nf4.gated_delta_step(*arguments(p), slots, p.num_key_heads)
+            gated_delta.run(p, Sequences(slots))
 
     floor = 2 * bytes_ / copy_bytes_per_us
     fla = None if state_dtype is not torch.float32 else _fla_step(layers) / count
@@ -155,7 +150,7 @@ def prompt_row(model: str, sequences: int, tokens: int) -> Row:
         delta_chunks.chunks(p, at)
 
     def by_tokens() -> None:
-        torch.ops.nf4.gated_delta_chunks(*arguments(p), starts, slots, has_state, p.num_key_heads)
+        gated_delta.run(p, Sequences(slots, starts, has_state))
 
     by_fla()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What is asked of nf4::gated_delta_step and nf4::gated_delta_chunks on every device."""
+"""Checks of nf4_kernels.gated_delta on every device."""
 
 from __future__ import annotations
 

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nf4_kernels import gated_delta
+from nf4_kernels.gated_delta_params import GatedDelta, Sequences
+
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
-"""How far a result may be off, relative to the norm."""
+"""Largest distance of a result, relative to the norm."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +46,15 @@ class Layer:
         return qkv, z, a, b
 
     def step(self, inputs: tuple[Tensor, ...], slots: Tensor) -> Tensor:
-        out: Tensor = torch.ops.nf4.gated_delta_step(*inputs, *self._layer(), slots, self.key_heads)
-        return out
+        return gated_delta.run(self.tensors(inputs), Sequences(slots))
 
     def chunks(self, inputs: tuple[Tensor, ...], starts: Tensor, slots: Tensor, has_state: Tensor) -> Tensor:
-        out: Tensor = torch.ops.nf4.gated_delta_chunks(
-            *inputs, *self._layer(), starts, slots, has_state, self.key_heads
-        )
-        return out
+        return gated_delta.run(self.tensors(inputs), Sequences(slots, starts, has_state))
 
-    def _layer(self) -> tuple[object, ...]:
-        parameters = (self.conv_weight, self.a_log, self.dt_bias, self.norm_weight)
-        return (*parameters, self.eps, self.conv_state, self.state)
+    def tensors(self, inputs: tuple[Tensor, ...]) -> GatedDelta:
+        qkv, z, a, b = inputs
+        parameters = self.conv_weight, self.a_log, self.dt_bias, self.norm_weight, self.eps
+        return GatedDelta(qkv, z, a, b, *parameters, self.conv_state, self.state, self.key_heads)
 
 
 def random_layer(

@@ -1,9 +1,10 @@
-"""nf4::gated_delta_step and nf4::gated_delta_chunks against the recurrence in float64, and against transformers' layer."""
+"""nf4_kernels.gated_delta against the recurrence in float64, and against transformers' layer."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from nf4_kernels import cpu, gated_delta
+from nf4_kernels.gated_delta_params import GatedDelta, Sequences
 from tests.marks import with_rest
 from tests.nf4_kernels.gated_delta_checks import check_chunks, check_step
 from tests.nf4_kernels.gated_delta_layers import BOUNDS, flags, indices, is_close, random_layer
@@ -86,19 +88,19 @@ def test_transformers_gives_the_same() -> None:
             projection(hidden[0])
             for projection in (module.in_proj_qkv, module.in_proj_z, module.in_proj_a, module.in_proj_b)
         ]
-        layer = (module.conv1d.weight[:, 0], module.A_log.float(), module.dt_bias.float(), module.norm.weight)
+        weights = module.conv1d.weight[:, 0], module.A_log.float(), module.dt_bias.float(), module.norm.weight
         pools = torch.randn(2, module.conv_dim, 3), torch.randn(2, 6, 16, 8)
+
+        def advanced(begin: int, length: int, sequences: Sequences) -> torch.Tensor:
+            qkv, z, a, b = (x[begin : begin + length] for x in inputs)
+            layer = GatedDelta(qkv, z, a, b, *weights, module.norm.variance_epsilon, *pools, 2)
+            return gated_delta.run(layer, sequences)
+
         outs, done = [], 0
         for length in (1, 63, 2, 30):
-            rows = [x[done : done + length] for x in inputs]
-            tail = (indices(0, length), indices(1), flags(done > 0), 2)
-            outs.append(torch.ops.nf4.gated_delta_chunks(*rows, *layer, module.norm.variance_epsilon, *pools, *tail))
+            outs.append(advanced(done, length, Sequences(indices(1), indices(0, length), flags(done > 0))))
             done += length
-        for token in range(done, 100):
-            rows = [x[token : token + 1] for x in inputs]
-            outs.append(
-                torch.ops.nf4.gated_delta_step(*rows, *layer, module.norm.variance_epsilon, *pools, indices(1), 2)
-            )
+        outs += [advanced(token, 1, Sequences(indices(1))) for token in range(done, 100)]
         found = module.out_proj(torch.cat(outs))
     assert is_close(found, exact, 1e-5)
 
@@ -115,16 +117,7 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=r"query_start_loc must be torch.int32 \[2\]"):
         layer.chunks((qkv, z, a, b), indices(0, 1, 2), indices(0), flags(True))
     with pytest.raises(ValueError, match="4 value heads are no multiple of 3 key heads"):
-        torch.ops.nf4.gated_delta_step(qkv, z, a, b, *layer._layer(), indices(0, 1), 3)
-
-
-def test_fakes_and_schemas() -> None:
-    layer = random_layer((2, 4, 16, 16), slots=2)
-    arguments = (*layer.inputs(2), *layer._layer())
-    torch.library.opcheck(torch.ops.nf4.gated_delta_step.default, (*arguments, indices(1, 0), layer.key_heads))
-    tail = (indices(0, 2), indices(1), flags(True), layer.key_heads)
-    torch.library.opcheck(torch.ops.nf4.gated_delta_chunks.default, (*arguments, *tail))
-    assert gated_delta.STATE_DTYPES[0] is torch.float32
+        gated_delta.run(replace(layer.tensors((qkv, z, a, b)), num_key_heads=3), Sequences(indices(0, 1)))
 
 
 def test_threads_share_heads_and_sequences() -> None:

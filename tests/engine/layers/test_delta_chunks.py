@@ -10,20 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from nf4_kernels.gated_delta_params import GatedDelta
 from server.engine.runtime.layers import delta_chunks, delta_layout
 from server.engine.runtime.states.kinds import LONG_CHUNK
 from tests.engine.interpreted import run_interpreted
 from tests.nf4_kernels.gated_delta_layers import Layer, Sequence, flags, indices, is_close, random_layer
 
 
-def _of(layer: Layer, inputs: tuple[torch.Tensor, ...]) -> GatedDelta:
-    return GatedDelta(*inputs, *layer._layer(), layer.key_heads)  # type: ignore[arg-type]
-
-
 def test_pieces_cover_all_rows_in_order() -> None:
     layer = random_layer((1, 2, 16, 16), slots=4)
-    p = _of(layer, layer.inputs(300))
+    p = layer.tensors(layer.inputs(300))
     parts = list(delta_layout._cut([100, 0, 30, 170], 128))
     assert parts == [
         (0, [(0, 100, False), (2, 28, False)]),
@@ -43,7 +38,7 @@ def test_pieces_cover_all_rows_in_order() -> None:
 
 def test_the_largest_model_stays_below_the_bound() -> None:
     layer = random_layer((16, 48, 128, 128), slots=1, dtype=torch.bfloat16)
-    assert 1500 < delta_layout.max_tokens(_of(layer, layer.inputs(1))) < 2600
+    assert 1500 < delta_layout.max_tokens(layer.tensors(layer.inputs(1))) < 2600
 
 
 def recurrence(
@@ -75,7 +70,7 @@ def check_chunks(layer: Layer, bound: float) -> None:
     inputs = layer.inputs(starts[-1] + 3)
     for x in inputs:
         x[starts[2] : starts[3]] = x[starts[-1] :] = float("nan")
-    p = _of(layer, inputs)
+    p = layer.tensors(inputs)
     at = delta_layout.layout(
         delta_layout.max_tokens(p), lengths, indices(*slots, device=device), flags(*has_state, device=device)
     )
@@ -122,5 +117,5 @@ def test_fla_gives_the_recurrence(
     """In one piece, and in pieces of 64 tokens."""
     monkeypatch.setattr(delta_layout, "MAX_LIVE_BYTES", max_live_bytes)
     layer = random_layer(heads, slots=8, dtype=dtype, device="cuda")
-    assert delta_chunks.takes(_of(layer, layer.inputs(1)), LONG_CHUNK)
+    assert delta_chunks.takes(layer.tensors(layer.inputs(1)), LONG_CHUNK)
     check_chunks(layer, 2e-2)

@@ -86,5 +86,5 @@ def test_what_the_launch_takes() -> None:
 def _takes(heads: tuple[int, int, int, int]) -> bool:
     layer = random_layer(heads, slots=1, device="cuda")
     inputs = layer.inputs(1)
-    p = gated_delta.GatedDelta(*inputs, *layer._layer(), layer.key_heads)  # type: ignore[arg-type]
+    p = layer.tensors(inputs)
     return gated_delta.takes(p, 1)

@@ -27,7 +27,7 @@ os.environ.setdefault("FLA_CONFIG_DIR", str(_CONFIGS))
 
 
 def takes(p: GatedDelta, longest: int) -> bool:
-    """Whether fla is there and quicker than nf4::gated_delta_chunks."""
+    """Whether fla is there and quicker than nf4_kernels.gated_delta."""
     fits = p.qkv.is_cuda and p.qkv.dtype in (torch.bfloat16, torch.float16) and max(p.key_dim, p.value_dim) <= 256
     return fits and longest >= LONG_CHUNK and has_fla()
 
@@ -39,7 +39,7 @@ def has_fla() -> bool:
 
 
 def chunks(p: GatedDelta, at: Layout) -> torch.Tensor:
-    """The results [T, Hv dv] of nf4::gated_delta_chunks, by fla; states are updated. Rows behind the chunks are zeros."""
+    """The results [T, Hv dv] of gated_delta.run(), by fla; states are updated. Rows behind the chunks are zeros."""
     from server.engine.runtime.layers.delta_kernels import normalise
 
     out = p.z.new_zeros(p.z.shape) if at.end < len(p.z) else p.z.new_empty(p.z.shape)

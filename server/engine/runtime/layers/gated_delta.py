@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-import nf4_kernels.gated_delta  # noqa: F401 - registers torch.ops.nf4
+import nf4_kernels.gated_delta
 from nf4_kernels.gated_delta_params import GatedDelta as Tensors
+from nf4_kernels.gated_delta_params import Sequences
 from server.engine.runtime.layers import delta_chunks, delta_layout
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
@@ -18,10 +19,6 @@ from server.engine.runtime.model.projections import GroupMember
 from server.engine.runtime.states.kinds import StateKind, gated_delta
 from server.engine.runtime.states.pool import StatePool, StateStep
 
-_Tensor = torch.Tensor
-_Arguments = tuple[
-    _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, float, _Tensor, _Tensor
-]  # fmt: skip
 INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """transformers' names of the projections of a layer's input, as Qwen3.5 has them."""
 _FUSED = {"in_proj_qkvz": INPUTS[:2], "in_proj_ba": INPUTS[2:]}
@@ -115,31 +112,28 @@ class GatedDelta(StateMixer):
 
     def _advanced(self, *rows: torch.Tensor) -> torch.Tensor:
         """[T, value heads * value_dim] of qkv, z, a and b [T, columns]; the states go on by T tokens."""
-        step, op, heads = self.pool.step, torch.ops.nf4.gated_delta_step, self.rule.key_heads
+        step = self.pool.step
         return in_parts(
             step,
             rows,
-            lambda own: op(*self._arguments(own), step.singles, heads),
-            lambda own: self._chunks(self._arguments(own), step),
+            lambda own: nf4_kernels.gated_delta.run(self._tensors(own), Sequences(step.singles)),
+            lambda own: self._chunks(self._tensors(own), step),
         )
 
-    def _chunks(self, own: _Arguments, step: StateStep) -> torch.Tensor:
-        p = Tensors(*own, self.rule.key_heads)
+    def _chunks(self, p: Tensors, step: StateStep) -> torch.Tensor:
         if delta_chunks.takes(p, step.longest):
             kind = self.rule.kind
             if kind not in step.shared:
                 step.shared[kind] = delta_layout.layout_of(step, p.qkv.shape[0], delta_layout.max_tokens(p))
             return delta_chunks.chunks(p, step.shared[kind])
-        indices = step.query_start_loc, step.chunks, step.has_state
-        y: torch.Tensor = torch.ops.nf4.gated_delta_chunks(*own, *indices, self.rule.key_heads)
-        return y
+        return nf4_kernels.gated_delta.run(p, Sequences(step.chunks, step.query_start_loc, step.has_state))
 
-    def _arguments(self, rows: list[torch.Tensor]) -> _Arguments:
-        """The tensors of the layer in the order of nf4::gated_delta_step, for these rows of qkv, z, a and b."""
+    def _tensors(self, rows: list[torch.Tensor]) -> Tensors:
+        """The tensors of the layer for these rows of qkv, z, a and b."""
         rule = self.rule
-        qkv, z, a, b = rows
         parameters = rule.conv_weight, rule.a_log, rule.dt_bias, rule.norm_weight, rule.eps
-        return qkv, z, a, b, *parameters, self.conv_state, self.state
+        qkv, z, a, b = rows
+        return Tensors(qkv, z, a, b, *parameters, self.conv_state, self.state, rule.key_heads)
 
 
 def read_rule(module: nn.Module) -> DeltaRule | None:
