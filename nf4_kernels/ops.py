@@ -10,7 +10,6 @@ says so once with the reason.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -21,6 +20,7 @@ from nf4_kernels.format import Weight, with_weight
 
 logger = logging.getLogger(__name__)
 
+can_fuse, can_gate, token_tile = cuda.can_fuse, cuda.can_gate, cuda.token_tile
 _COMPILED = {"cpu": cpu, "cuda": cuda}
 _warned: set[str] = set()
 
@@ -83,39 +83,6 @@ def gated_linear(
         return cuda.gated_linear(x, weight, bias, norm_weight, norm_eps, activation, tile)
     reference.check_gate(weight.shape[0], activation, tile)
     return reference.gated(fused_linear(x, weight, bias, None, norm_weight, norm_eps), activation, tile)
-
-
-def token_tile(
-    device: torch.device, dtype: torch.dtype, tokens: int, shape: Sequence[int], blocksize: int, nested: bool
-) -> int:
-    """The token tile with which tiled_linear() needs no launch that tiles x on that device; 0 where there is none."""
-    return cuda.token_tile(device, dtype, tokens, shape, blocksize, nested) if device.type == "cuda" else 0
-
-
-def can_fuse(
-    device: torch.device,
-    dtype: torch.dtype,
-    tokens: int,
-    shape: Sequence[int],
-    blocksize: int,
-    nested: bool,
-    normalised: bool,
-) -> bool:
-    """Whether fused_linear() of x [tokens, K], with a norm or without, needs no launches by torch on that device."""
-    return device.type == "cuda" and cuda.can_fuse(device, dtype, tokens, shape, blocksize, nested, normalised)
-
-
-def can_gate(
-    device: torch.device,
-    dtype: torch.dtype,
-    tokens: int,
-    shape: Sequence[int],
-    blocksize: int,
-    nested: bool,
-    normalised: bool,
-) -> bool:
-    """Whether gated_linear() of x [tokens, K] without a tile, with a norm or not, needs no launches by torch."""
-    return device.type == "cuda" and cuda.can_gate(device, dtype, tokens, shape, blocksize, nested, normalised)
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -170,9 +170,9 @@ def gated_linear(
 def token_tile(
     device: torch.device, dtype: torch.dtype, tokens: int, shape: Sequence[int], blocksize: int, nested: bool
 ) -> int:
-    """The token tile with which tiled_linear() needs no launch that tiles x on that device; 0 where it always needs one."""
+    """The token tile with which tiled_linear() needs no launch that tiles x on that device; 0 if there is none."""
     n, k = _matrix(shape)
-    if load_error() is not None or dtype == torch.float32 or n * k == 0:
+    if device.type != "cuda" or load_error() is not None or dtype == torch.float32 or n * k == 0:
         return 0
     choice = plan_on(device, tokens, n, k, blocksize, nested)
     return choice.tokens if isinstance(choice, Wgmma) else 0
@@ -187,9 +187,11 @@ def can_fuse(
     nested: bool,
     normalised: bool,
 ) -> bool:
-    """Whether fused_linear() of x [tokens, K] on a device of this machine needs no launches by torch."""
+    """Whether fused_linear() of x [tokens, K] on that device needs no launches by torch."""
     n, k = _matrix(shape)
-    if load_error() is not None or dtype == torch.float32 or (normalised and not can_norm(dtype, k)):
+    if device.type != "cuda" or load_error() is not None or dtype == torch.float32:
+        return False
+    if normalised and not can_norm(dtype, k):
         return False
     return not isinstance(plan_on(device, tokens, n, k, blocksize, nested, normalised), Dequantize)
 
@@ -203,7 +205,7 @@ def can_gate(
     nested: bool,
     normalised: bool,
 ) -> bool:
-    """Whether gated_linear() of x [tokens, K], without a tile, on a device of this machine needs no launches by torch."""
+    """Whether gated_linear() of x [tokens, K], without a tile, on that device needs no launches by torch."""
     n, k = _matrix(shape)
     if not can_write_gated(dtype, n) or not can_fuse(device, dtype, tokens, shape, blocksize, nested, normalised):
         return False
