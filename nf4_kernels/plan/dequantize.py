@@ -16,10 +16,10 @@ _GEMM_US = 1.5e-9
 """The time of cuBLAS for each weight and token."""
 _MANY_TOKENS = 512
 _MANY_TOKENS_US = 0.6e-9
-"""What comes on top for each weight and token beyond _MANY_TOKENS, where power is short."""
+"""Time added for each weight and token beyond _MANY_TOKENS, where power is short."""
 _LARGE_WEIGHT = 30e6
 _LARGE_WEIGHT_US = 1.56e-9
-"""What comes on top for each weight beyond _LARGE_WEIGHT and token beyond _MANY_TOKENS: power is short for longer."""
+"""Time added for each weight beyond _LARGE_WEIGHT and token beyond _MANY_TOKENS: power is short for longer."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the kernels of all plans share with csrc/params.h: the workspace, and what a launch may be asked for."""
+"""Constants that all plans share with csrc/params.h: the workspace, and limits of a launch."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ MoePlan = MoeRows | MoeWarps | MoeWgmma
 
 @dataclass(frozen=True)
 class MoeWgmmaCosts:
-    """What moe_wgmma's launches take on a GPU, in microseconds, as bench/kernels/fit_moe_plan.py fits it to launches.
+    """Times of moe_wgmma's launches on a GPU, in microseconds, as bench/kernels/fit_moe_plan.py fits it to launches.
 
     The first two are a k step of a tile of so many choices whose activations the GEMM gathers, the next four one of a tile
     that a launch in front has gathered.
@@ -186,7 +186,7 @@ def _expected_tiles(each: float, size: int) -> float:
 
 
 def expected_experts(choices: int, experts: int) -> float:
-    """How many experts so many random choices are of, on average."""
+    """Number of experts that so many random choices are of, on average."""
     return experts * (1 - (1 - 1 / experts) ** choices)
 
 

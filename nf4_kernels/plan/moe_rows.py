@@ -64,7 +64,7 @@ class MoeRows:
 
 
 def moe_stages(warps: int, teams: int, blocks: int, tiles: int, nested: bool, shared: int) -> tuple[int, int]:
-    """How many ring stages fit, and bytes of one: MoeLayout of csrc/cuda/moe/rows_layout.cuh."""
+    """Number of ring stages that fit, and bytes of one: MoeLayout of csrc/cuda/moe/rows_layout.cuh."""
     unit_blocks = warps // teams * blocks
     scale_pitch = ((unit_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
     stage = teams * GROUP_ROWS * (unit_blocks * 32 + 32 + scale_pitch)

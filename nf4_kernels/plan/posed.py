@@ -1,4 +1,4 @@
-"""What is not linear_mma's costs where there is no wgmma: microseconds on an H100 that ran code for sm_86 and sm_80.
+"""Costs of kernels other than linear_mma without wgmma: microseconds on an H100 that ran code for sm_86 and sm_80.
 
 Fitted to bench/results/posed-86-nvidia-h100.json. Nothing has been measured on a GPU of those capabilities: that all
 launches are as many times slower there is an estimate.
@@ -13,9 +13,9 @@ _WEIGHT_US = 1.05e-6
 """Dequantization and cuBLAS, for each weight."""
 _CACHED_WEIGHT = 17e6
 _LARGE_WEIGHT_US = 0.62e-6
-"""What comes on top for each weight beyond _CACHED_WEIGHT, whose 16-bit values do not stay in L2."""
+"""Time added for each weight beyond _CACHED_WEIGHT, whose 16-bit values do not stay in L2."""
 _TOKEN_US = 0.8e-9
-"""What comes on top for each weight and token."""
+"""Time added for each weight and token."""
 # linear_rows, by bytes of shared memory and token tiles: what its time on an H200 is multiplied by, and what is added.
 _ROWS = {
     99 << 10: {1: (1.67, -4.1), 2: (1.3, -2.9), 4: (0.68, 0.6)},

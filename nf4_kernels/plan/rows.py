@@ -55,7 +55,7 @@ _MORE_PASS_ACTIVATIONS_US = 0.39
 """Loading activations takes so long for each 64 k blocks, in the first pass and in each later one, times what follows."""
 _ACTIVATIONS_FACTOR = 0.24
 _TOKEN_ACTIVATIONS_FACTOR = 0.095
-"""What each token adds to the factor."""
+"""Added to the factor for each token."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def shared_bytes(arch: int) -> int:
 
 
 def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int, slots: int = 0) -> int:
-    """How many ring stages fit beside `slots` row groups' sums: RowsLayout of csrc/cuda/rows/layout.cuh."""
+    """Number of ring stages that fit with `slots` row groups' sums: RowsLayout of csrc/cuda/rows/layout.cuh."""
     stage_blocks = warps * blocks
     scale_pitch = ((stage_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
     stage = GROUP_ROWS * (stage_blocks * 32 + 32 * (stage_blocks % 2 == 0) + scale_pitch)

@@ -49,7 +49,7 @@ class WgmmaCosts:
     step: float
     """A k step: groups * 64 rows x tokens x 256 k."""
     step_more_tiles: float
-    """What a k step takes longer for each token tile after the first; for all of these in tiles of over 128 tokens."""
+    """Added to a k step for each token tile after the first; for all of these in tiles of over 128 tokens."""
     reduction_early: float
     """The reduction of a split tile whose partial sums are there when the reducing block comes to them."""
     reduction_late: float
@@ -57,9 +57,9 @@ class WgmmaCosts:
     reduction_part: float
     """Added for each of a split tile's blocks beyond two."""
     step_away: float = 0.0
-    """What a k step takes longer for each MB of activations beyond STAYING_BYTES, where blocks are at different k."""
+    """Added to a k step for each MB of activations beyond STAYING_BYTES, where blocks are at different k."""
     wave: float = 0.0
-    """What each wave after the first takes beside its k steps, where every tile has a block of its own."""
+    """Added for each wave after the first, if every tile has a block of its own."""
 
 
 STAYING_BYTES = 16e6

@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_threads_share_heads_and_sequences() -> None:
-    """Whatever the number of threads, results are the same bits."""
+    """Results are the same bits with any number of threads."""
     layers = [random_layer((4, 8, 32, 32), slots=3) for _ in range(2)]
     outs = []
     for layer, threads in zip(layers, (1, 3), strict=True):

@@ -78,7 +78,7 @@ def test_no_sequence_at_all() -> None:
 
 
 def test_threads_share_heads_and_sequences() -> None:
-    """Whatever the number of threads, results are the same bits; the fixture of all tests sets their number back."""
+    """Results are the same bits with any number of threads; the fixture of all tests sets their number back."""
     layers, outs = [random_layer(SHAPES[2], slots=3, tokens=70) for _ in range(2)], []
     for layer, threads in zip(layers, (1, 3), strict=True):
         torch.set_num_threads(threads)

@@ -44,7 +44,7 @@ def test_rows_that_are_not_aligned_are_copied() -> None:
 
 
 def test_steps_of_many_sequences_are_independent() -> None:
-    """Whatever the number of sequences and their order, a sequence's results are the same bits."""
+    """A sequence's results are the same bits in any number of sequences and in any order."""
     heads, count = (16, 48, 128, 128), 24
     layer = random_layer(heads, slots=count, device="cuda", dtype=torch.bfloat16)
     other = random_layer(heads, slots=count, device="cuda", dtype=torch.bfloat16)

@@ -20,7 +20,7 @@ pytestmark = ON_GPU
 BFLOAT16 = torch.bfloat16
 HALVES = (torch.bfloat16, torch.float16)
 POSED = 86
-"""What is planned for this capability runs on any later one."""
+"""Plans for this capability run on any later one."""
 
 
 def launch(warps: int, tokens: int, m: int, n: int, k: int, blocks: int) -> Mma:

@@ -1,4 +1,4 @@
-"""What surrounds the gated delta rule in chunks of prompts: convolution and gates, states in and out, the gated norm."""
+"""Launches around the gated delta rule in chunks of prompts: convolution and gates, states in and out, the gated norm."""
 
 from __future__ import annotations
 

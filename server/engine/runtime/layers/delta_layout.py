@@ -1,4 +1,4 @@
-"""How a step's chunks of prompts are cut into pieces for the gated delta rule, so that its tensors take bounded memory."""
+"""Cutting of a step's chunks of prompts into pieces for layers with states, so that its tensors take bounded memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the chunks of a step lie, in pieces that fla takes one after the other; the same for all layers of a step."""
+    """Layout of a step's chunks, in pieces that fla takes one after the other; the same for all layers of a step."""
 
     pieces: Sequence[Piece]
     longest: int
@@ -75,7 +75,7 @@ def _captured(step: StateStep, tokens: int) -> Piece:
 
 @dataclass(frozen=True)
 class Singles:
-    """What pieces of one token of each sequence have in common, made before graphs are captured, which read it."""
+    """Common parts of pieces of one token of each sequence, made before graphs are captured, which read it."""
 
     bounds: torch.Tensor
     chunks: torch.Tensor

@@ -29,7 +29,7 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class StateKind:
-    """What layers of one kind keep of a sequence. A state of zeros is that of a sequence without tokens."""
+    """State that layers of one kind keep of a sequence. A state of zeros is that of a sequence without tokens."""
 
     name: str
     """The kind in words, as the log has it."""

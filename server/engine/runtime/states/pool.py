@@ -44,7 +44,7 @@ class StateStep:
     is_captured: bool = False
     """Whether a CUDA graph of chunks is captured, whose lengths are on the device only."""
     shared: dict[object, Any] = field(default_factory=dict)
-    """What the first layer of a kind finds for all of them."""
+    """Results of the first layer of a kind for all of them."""
 
 
 class StatePool:

@@ -1,4 +1,4 @@
-"""Which thread block of the chunk kernel takes which tokens of a step's chunks."""
+"""Division of the tokens of a step's chunks among the thread blocks of the chunk kernel."""
 
 from __future__ import annotations
 
