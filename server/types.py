@@ -199,9 +199,13 @@ class EngineStats(msgspec.Struct, frozen=True):
     state_snapshot_slots: int = 0
     """Snapshots of states that there is memory for."""
     state_snapshots: int = 0
-    """Snapshots that can be found."""
+    """Snapshots that can be found on the device."""
+    state_snapshots_on_host: int = 0
+    """Those in host memory."""
     state_snapshot_hits: int = 0
     """Sequences that began with a snapshot."""
+    state_snapshot_host_hits: int = 0
+    """Those of them whose snapshot only the host had."""
     drafts: int = 0
     """Times that a sequence had draft tokens in a step (speculation)."""
     draft_tokens: int = 0

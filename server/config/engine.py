@@ -55,8 +55,10 @@ class EngineConfig(Section):
     state_snapshot_bytes: int | None = Field(default=None, ge=0)
     """Hybrid models: memory for snapshots of states, without which the beginnings of prompts are computed again.
 
-    None: half of what the states of running sequences take.
+    None: half of what the states of running sequences take, at least two snapshots.
     """
+    state_snapshot_host_bytes: int = Field(default=0, ge=0)
+    """Hybrid models on GPUs: host memory, pinned, for snapshots of states that the device has no room for."""
     state_snapshot_tokens: int = Field(default=1024, ge=16)
     """Hybrid models: a snapshot is taken every so many tokens of a prompt, and at its end."""
     kv_cache_dtype: KVCacheDtype = "auto"

@@ -261,8 +261,10 @@ class Engine:
             prefix_cache_hits=self._scheduler.prefix_cache.hits,
             state_slots=0 if states is None else states.max_num_seqs,
             state_snapshot_slots=0 if states is None else len(states.snapshots),
-            state_snapshots=0 if snapshots is None else len(snapshots),
+            state_snapshots=0 if snapshots is None else len(snapshots.on_device),
+            state_snapshots_on_host=0 if snapshots is None else len(snapshots.on_host),
             state_snapshot_hits=0 if snapshots is None else snapshots.hits,
+            state_snapshot_host_hits=0 if snapshots is None else snapshots.host_hits,
             drafts=0 if speculator is None else speculator.drafts,
             draft_tokens=0 if speculator is None else speculator.draft_tokens,
             accepted_by_place=[] if speculator is None else list(speculator.accepted),
@@ -282,7 +284,8 @@ class Engine:
 
 def _snapshots_of(runner: ModelRunner, config: EngineConfig) -> Snapshots | None:
     """The snapshots of states, if the model has states and the configuration has prefix caching."""
-    if runner.states is None or not runner.states.snapshots or not config.enable_prefix_caching:
+    states, size = runner.states, config.block_size
+    if states is None or not (states.snapshots or states.host_snapshots) or not config.enable_prefix_caching:
         return None
-    size = config.block_size
-    return Snapshots(runner.states.snapshots, -(-config.state_snapshot_tokens // size) * size, size)
+    distance = -(-config.state_snapshot_tokens // size) * size
+    return Snapshots(states.snapshots, distance, size, states.host_snapshots)

@@ -57,7 +57,8 @@ class EngineCollector(Collector):
             ("state_slots", "Sequences whose states there is memory for.", stats.state_slots),
             ("state_slots_used", "Sequences that hold states.", stats.running if stats.state_slots else 0),
             ("state_snapshot_slots", "Snapshots of states that there is memory for.", stats.state_snapshot_slots),
-            ("state_snapshots", "Snapshots of states that can be found.", stats.state_snapshots),
+            ("state_snapshots", "Snapshots of states that can be found on the device.", stats.state_snapshots),
+            ("state_snapshots_on_host", "Those that can be found in host memory.", stats.state_snapshots_on_host),
             ("engine_up", "1 when the engine takes requests.", float(state == "ready")),
         )
         if (cache := self._cache()) is not None:
@@ -68,6 +69,11 @@ class EngineCollector(Collector):
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
             ("state_snapshot_hits", "Sequences that began with a snapshot of states.", stats.state_snapshot_hits),
+            (
+                "state_snapshot_host_hits",
+                "Those of them whose snapshot only the host had.",
+                stats.state_snapshot_host_hits,
+            ),
             ("spec_decode_num_drafts", "Times that a step verified draft tokens of a sequence.", stats.drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens that were verified.", stats.draft_tokens),
             (

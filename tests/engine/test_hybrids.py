@@ -277,6 +277,25 @@ def test_a_conversation_computes_little_more_than_what_is_new(family: str) -> No
     assert computed <= 1.1 * new
 
 
+def test_snapshots_that_the_device_has_no_room_for_are_found_in_host_memory(family: str) -> None:
+    state = state_bytes(family)
+    budget = {"state_snapshot_bytes": state, "state_snapshot_host_bytes": 9 * state, "state_snapshot_tokens": 64}
+    engine = engines(family, CONFIG.model_copy(update=budget))["plain"]()
+    plain = engines(family, CONFIG.model_copy(update={"enable_prefix_caching": False}))["plain"]()
+    conversations = [prompt_of(40, seed) for seed in range(3)]
+    for prompt in conversations:
+        answers(engine, make_request(prompt, ignore_eos=True))
+    for seed, prompt in enumerate(conversations):
+        turn = make_request([*prompt, *prompt_of(9, seed)], ignore_eos=True)
+        answer, computed = computed_by(engine, turn)
+        assert computed <= 9 + 2 * CONFIG.block_size
+        assert answer == answers(plain, make_request(turn.prompt_token_ids, ignore_eos=True))[0]
+    stats = engine.stats()
+    assert stats.state_snapshots == 1
+    assert stats.state_snapshots_on_host > 3
+    assert stats.state_snapshot_hits == stats.state_snapshot_host_hits == 3
+
+
 def test_snapshots_have_a_budget_of_their_own(family: str) -> None:
     state = state_bytes(family)
     for budget, slots in ((0, 0), (state, 1), (4 * state + 1, 4)):

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -81,6 +82,18 @@ def cache_bytes(run: Callable[[], int], device: torch.device) -> int:
         found / 2**30,
     )
     return found
+
+
+def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Pin a contiguous tensor in host memory where it is, if device is a GPU. Raises RuntimeError if that fails.
+
+    torch's own pinned memory has sizes of powers of two.
+    """
+    if device.type == "cuda" and tensor.nbytes:
+        runtime: Any = torch.cuda.cudart()
+        if code := int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
+            raise RuntimeError(f"cudaHostRegister of {tensor.nbytes} bytes fails with {code}")
+    return tensor
 
 
 class MemoryGauge:

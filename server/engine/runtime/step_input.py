@@ -89,7 +89,7 @@ def _input_of(chunks: Sequence[Chunk]) -> StepInput:
             *((chunk.restored, chunk.sequence.row) for chunk in chunks if chunk.restored >= 0),
             *((row, backup) for row, backup in kept if backup >= 0),
         ],
-        [(chunk.sequence.row, chunk.saved) for chunk in chunks if chunk.saved >= 0],
+        [(chunk.sequence.row, slot) for chunk in chunks for slot in chunk.saved],
     )
     return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, False, *copies)
 

@@ -51,7 +51,7 @@ class PrefixCache:
             self.queries += sequence.num_prompt
             self.hits += sequence.num_cached
             if sequence.snapshot != NO_SLOT and self._snapshots is not None:
-                self._snapshots.hits += 1
+                self._snapshots.note_hit(sequence.snapshot)
 
     def add_prefill(self, step: Step, sequence: Sequence, budget: int) -> int:
         """Step.add_prefill(), of a chunk that ends where a snapshot of states is to be taken."""
@@ -59,10 +59,15 @@ class PrefixCache:
         place = None if snapshots is None else snapshots.place_after(sequence)
         length = step.add_prefill(sequence, budget if place is None else min(budget, place - start))
         if length:
-            (restored, sequence.snapshot), saved = (sequence.snapshot, NO_SLOT), NO_SLOT
-            if snapshots is not None and place == start + length:
-                saved = snapshots.take_for(sequence, place)
+            restored, sequence.snapshot = sequence.snapshot, NO_SLOT
+            saved: list[int] = []
+            if snapshots is not None:
+                snapshots.release(sequence)
+                if place == start + length:
+                    saved = snapshots.take_for(sequence, place)
             step.copy_states(restored, saved)
+        elif snapshots is not None and sequence.snapshot != NO_SLOT:
+            snapshots.hold(sequence)
         return length
 
     def name_blocks(self, sequence: Sequence) -> None:
@@ -78,6 +83,6 @@ class PrefixCache:
             self._snapshots.note_named(sequence, named)
 
     def drop(self, sequence: Sequence) -> None:
-        """Give up the snapshot that is being taken of a sequence that runs no more."""
+        """Give up the snapshots that a sequence that runs no more begins with, and that is being taken of it."""
         if self._snapshots is not None:
             self._snapshots.drop(sequence)

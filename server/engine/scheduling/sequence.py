@@ -107,8 +107,8 @@ class Sequence:
     """The slot of the states that it goes on from, until its next chunk has been scheduled; -1: its own."""
     backup = -1
     """The slot that keeps its states while draft tokens are verified; -1: it has no states."""
-    saving: tuple[int, int] | None = None
-    """Tokens at whose end a snapshot of its states is being taken, and the slot that gets it."""
+    saving: tuple[int, int, int] | None = None
+    """Tokens at whose end a snapshot of its states is being taken, and its slots on the device and the host; -1: none."""
     branch = 0
     """Tokens that it has in common with an earlier sequence that went on otherwise, if a snapshot is missing there."""
 

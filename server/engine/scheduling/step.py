@@ -30,8 +30,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     """The first draft tokens that were sampled, too; known once the step has been read."""
     restored: int = -1
     """The slot of the snapshot of states that it begins with; -1: none."""
-    saved: int = -1
-    """The slot that gets a snapshot of the states at its end; -1: none."""
+    saved: abc.Sequence[int] = ()
+    """The slots that get a snapshot of the states at its end."""
 
     @property
     def scored(self) -> range:
@@ -141,9 +141,9 @@ class Step:
         self._chunks = None
         return length
 
-    def copy_states(self, restored: int, saved: int) -> None:
-        """Let the chunk that was added last begin with a snapshot, and be followed by one; -1: no."""
-        if restored >= 0 or saved >= 0:
+    def copy_states(self, restored: int, saved: abc.Sequence[int]) -> None:
+        """Let the chunk that was added last begin with the snapshot in a slot, -1: none, and leave one in other slots."""
+        if restored >= 0 or saved:
             self._others[-1] = msgspec.structs.replace(self._others[-1], restored=restored, saved=saved)
             self._chunks = None
 

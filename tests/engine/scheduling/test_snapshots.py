@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import cast
 
 import pytest
 
 from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import Sequence
-from server.engine.scheduling.snapshots import NO_SLOT, Snapshots
+from server.engine.scheduling.snapshots import NO_SLOT, Snapshots, SnapshotSlots
 from server.engine.scheduling.step import Step
 from tests.engine.factories import SchedulerDriver, make_sequence
 
@@ -21,7 +23,7 @@ def keys(*names: str) -> list[bytes]:
 
 
 def test_the_longest_prefix_with_a_snapshot_is_found() -> None:
-    snapshots = Snapshots(range(10, 13), 8, SIZE)
+    snapshots = SnapshotSlots(range(10, 13))
     slots = [snapshots.take() for _ in range(2)]
     snapshots.name(slots[0], b"a")
     snapshots.name(slots[1], b"c")
@@ -33,7 +35,7 @@ def test_the_longest_prefix_with_a_snapshot_is_found() -> None:
 
 
 def test_the_snapshot_that_was_not_used_for_longest_goes() -> None:
-    snapshots = Snapshots(range(2), 8, SIZE)
+    snapshots = SnapshotSlots(range(2))
     for name in keys("a", "b"):
         snapshots.name(snapshots.take(), name)
     snapshots.find(keys("a"))
@@ -43,17 +45,37 @@ def test_the_snapshot_that_was_not_used_for_longest_goes() -> None:
 
 def test_slots_that_are_being_written_are_nobody_elses() -> None:
     snapshots = Snapshots(range(2), 8, SIZE)
-    sequence = make_sequence(9)
-    slot = snapshots.take_for(sequence, 8)
-    other = snapshots.take()
+    sequence, slots = make_sequence(9), snapshots.on_device
+    (slot,) = snapshots.take_for(sequence, 8)
+    other = slots.take()
     assert {slot, other} == {0, 1}
-    assert snapshots.take() == NO_SLOT
+    assert slots.take() == NO_SLOT
+    assert snapshots.take_for(make_sequence(9), 8) == []
     snapshots.drop(sequence)
-    assert snapshots.take() == slot
-    snapshots.name(slot, b"a")
-    snapshots.name(other, b"a")  # another sequence computed the same
-    assert len(snapshots) == 1
-    assert snapshots.take() == other
+    assert slots.take() == slot
+    slots.name(slot, b"a")
+    slots.name(other, b"a")  # another sequence computed the same
+    assert len(slots) == 1
+    assert slots.take() == other
+
+
+def test_a_snapshot_in_host_memory_is_found_if_the_device_has_none_as_long() -> None:
+    snapshots = Snapshots(range(1), 8, SIZE, range(5, 7))
+    slots = []
+    for seed in range(3):
+        sequence = make_sequence(prompt(9, seed))
+        slots.append(snapshots.take_for(sequence, 8))
+        sequence.num_computed = 8
+        snapshots.note_named(sequence, 0)
+    found = [snapshots.find(make_sequence(prompt(9, seed)).block_keys(SIZE, 8)) for seed in range(3)]
+    # The device has the last one, the host the last two.
+    assert found == [(0, NO_SLOT), (2, slots[1][1]), (2, slots[2][0])]
+    assert slots[1][1] in (5, 6)
+    for _, slot in found[1:]:
+        snapshots.note_hit(slot)
+    assert (snapshots.hits, snapshots.host_hits) == (2, 1)
+    snapshots.forget(make_sequence(prompt(9, 1)).block_keys(SIZE, 8)[-1])
+    assert (len(snapshots.on_device), len(snapshots.on_host)) == (1, 1)
 
 
 def test_distances_are_multiples_of_blocks() -> None:
@@ -72,7 +94,7 @@ def chunks_of(scheduler: Scheduler, sequence: Sequence) -> list[tuple[int, int, 
     driver = SchedulerDriver(scheduler)
 
     def note(step: Step) -> None:
-        found.extend((c.start, c.length, c.restored >= 0, c.saved >= 0) for c in step.chunks)
+        found.extend((c.start, c.length, c.restored >= 0, bool(c.saved)) for c in step.chunks)
 
     scheduler.add(sequence)
     while driver.has_work:
@@ -104,7 +126,7 @@ def test_one_prompt_takes_a_part_of_the_snapshots_only() -> None:
     chunks = chunks_of(scheduler, make_sequence(prompt(203), max_tokens=1))
     # Two at distances of 112 tokens, and the one at the end; the budget of a step is 64 tokens.
     assert [start + length for start, length, _, saved in chunks if saved] == [112, 196]
-    assert len(snapshots) == 2
+    assert len(snapshots.on_device) == 2
 
 
 def test_a_snapshot_is_taken_where_prompts_branch_off() -> None:
@@ -123,19 +145,19 @@ def test_what_is_cancelled_preempted_or_fails_gives_its_slot_back() -> None:
         sequence = make_sequence(prompt(40))
         scheduler.add(sequence)
         step = scheduler.schedule()
-        assert [chunk.saved for chunk in step.chunks] == [8]
+        assert [chunk.saved for chunk in step.chunks] == [[8]]
         scheduler.advance(step)
         scheduler.finish(sequence.request_id, "error" if end == "error" else "abort")
-        assert len(snapshots) == 0
+        assert len(snapshots.on_device) == 0
         assert snapshots.find(sequence.block_keys(SIZE, 16)) == (0, NO_SLOT)
-    assert snapshots.take() == 8
+    assert snapshots.on_device.take() == 8
     assert manager.num_used == 0
 
 
 def test_a_block_that_goes_takes_its_snapshot_along() -> None:
     scheduler, snapshots, _ = make_scheduler(10, blocks=100)
     chunks_of(scheduler, make_sequence(prompt(46), max_tokens=1))
-    assert len(snapshots) == 2
+    assert len(snapshots.on_device) == 2
     chunks_of(scheduler, make_sequence(prompt(390, 1), max_tokens=1))
     assert snapshots.find(make_sequence(prompt(46)).block_keys(SIZE, 44)) == (0, NO_SLOT)
 
@@ -144,4 +166,36 @@ def test_scored_prompts_take_no_snapshots() -> None:
     scheduler, snapshots, _ = make_scheduler(10)
     chunks = chunks_of(scheduler, make_sequence(prompt(46), max_tokens=1, prompt_logprobs=0))
     assert not any(saved for *_, saved in chunks)
-    assert len(snapshots) == 0
+    assert len(snapshots.on_device) == 0
+
+
+class Waiting:
+    """Images of a prompt whose chunk waits for a step of its own."""
+
+    waits = True
+    spanning = ()
+
+    def chunk_length(self, start: int, length: int, alone: bool) -> int:
+        return 0 if self.waits else length
+
+
+def test_the_snapshot_of_a_sequence_whose_first_chunk_waits_is_not_written_over() -> None:
+    """Nor given away if its key goes."""
+    for forgets in (False, True):
+        scheduler, snapshots, _ = make_scheduler(1)
+        chunks_of(scheduler, make_sequence(prompt(15), max_tokens=1))
+        waiting, images = make_sequence(prompt(15), max_tokens=1), Waiting()
+        waiting.images = cast(PromptImages, images)
+        scheduler.add(waiting)
+        scheduler.schedule()
+        (slot,) = snapshots.on_device.slots
+        assert waiting.snapshot == slot
+        if forgets:
+            snapshots.forget(waiting.block_keys(SIZE, 8)[-1])
+        other = make_sequence(prompt(15, 1))
+        assert snapshots.take_for(other, 8) == []
+        snapshots.drop(other)
+        images.waits = False
+        (chunk,) = scheduler.schedule().chunks
+        assert (chunk.restored, chunk.start) == (slot, 8)
+        assert snapshots.take_for(other, 8) == [slot]

@@ -10,6 +10,7 @@ from torch import nn
 
 from server.checkpoint.host_embedding import HostEmbedding
 from server.engine.runtime.limits import EngineConfigError
+from server.engine.runtime.memory import pin
 from server.engine.runtime.trials import failure
 
 
@@ -27,11 +28,7 @@ def _read_by_launches(embedding: HostEmbedding, device: torch.device) -> None:
     # Triton is not installed without CUDA.
     from server.engine.runtime.model.host_rows import rows_of
 
-    table = embedding.weight = embedding.weight.contiguous()
-    # Pinned in place: torch's own pinned memory has sizes of powers of two.
-    runtime: Any = torch.cuda.cudart()
-    if code := int(runtime.cudaHostRegister(table.data_ptr(), table.nbytes, 0)):
-        raise RuntimeError(f"cudaHostRegister of {table.nbytes} bytes fails with {code}")
+    table = embedding.weight = pin(embedding.weight.contiguous(), device)
     ids = torch.tensor([[0, table.shape[0] - 1], [table.shape[0] // 2, 1]])
     if not torch.equal(rows_of(table, ids.to(device)).cpu(), table[ids]):
         raise ValueError("it reads other rows")

@@ -25,8 +25,14 @@ from server.engine.runtime.layers.gated_delta import read_rule
 from server.engine.runtime.layers.mamba2 import read_mamba2
 from server.engine.runtime.layers.short_convolution import read_convolution
 from server.engine.runtime.layers.state_layers import StateLayers, StateRule
-from server.engine.runtime.limits import CPU_CACHE_BYTES, MemoryTooSmallError, sequence_limit, token_budget
-from server.engine.runtime.memory import reserve
+from server.engine.runtime.limits import (
+    CPU_CACHE_BYTES,
+    EngineConfigError,
+    MemoryTooSmallError,
+    sequence_limit,
+    token_budget,
+)
+from server.engine.runtime.memory import is_out_of_memory, reserve
 from server.engine.runtime.model.projections import NF4Linear
 from server.engine.runtime.preparation.estimates import step_bytes
 from server.engine.runtime.states.pool import StatePool
@@ -37,6 +43,8 @@ _KV_TOKENS = 1024
 """Tokens for which every sequence should find room in the KV cache, before more sequences get states."""
 _SNAPSHOTS_OF_ONE = 0.5
 """Snapshots for each sequence that may run."""
+_MIN_SNAPSHOTS = 2
+"""Snapshots that one sequence gets, too: a conversation's last one is found while the next one is taken."""
 _WRAPPED = (
     "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "mamba2_chunk_scan",
 )  # fmt: skip
@@ -83,7 +91,16 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
         raise UnsupportedModelError(f"{type(other).__name__} has {names}, which no rule describes")
     kinds = [rule.kind for rule in found]
     slots = _slots(sum(kind.nbytes for kind in kinds), bytes_per_block, model, config)
-    pool = StatePool(kinds, slots.sequences, model.device, slots.snapshots, config.speculation != "off")
+    on_host = (
+        config.state_snapshot_host_bytes // sum(kind.nbytes for kind in kinds) if config.enable_prefix_caching else 0
+    )
+    own = slots.sequences, model.device, slots.snapshots, config.speculation != "off"
+    try:
+        pool = StatePool(kinds, *own, least(on_host))
+    except RuntimeError as e:
+        if is_out_of_memory(e):
+            raise
+        raise EngineConfigError(f"engine.state_snapshot_host_bytes is {config.state_snapshot_host_bytes}: {e}") from e
     mixers = {
         module: rule.mixer(module, pool, index) for index, (module, rule) in enumerate(zip(modules, found, strict=True))
     }
@@ -103,8 +120,9 @@ def _report(states: StateLayers, attending: int) -> None:
     names = " and ".join(f"{count} {name}" for name, count in Counter(kind.name for kind in pool.kinds).items())
     each = sum(kind.nbytes for kind in pool.kinds)
     logger.info(
-        "%s layers of %.3g MB a sequence, %d of attention; states of %d sequences and %d snapshots take %.2f GiB",
-        names, each / 1e6, attending, pool.max_num_seqs, len(pool.snapshots), pool.nbytes / 2**30,
+        "%s layers of %.3g MB a sequence, %d of attention; states of %d sequences and %d snapshots take %.2f GiB; %d"
+        " snapshots in host memory",
+        names, each / 1e6, attending, pool.max_num_seqs, len(pool.snapshots), pool.nbytes / 2**30, len(pool.host_snapshots),
     )  # fmt: skip
 
 
@@ -132,15 +150,18 @@ def state_slots(
         snapshots = (config.state_snapshot_bytes or 0) // state
         usable -= snapshots * state
     each = own + share * state
+    longest = (config.max_model_len or _KV_TOKENS) * token
     if cache is None:
         # The longest sequence has to fit, too.
-        longest = (config.max_model_len or _KV_TOKENS) * token
         several = min(usable / (each + _KV_TOKENS * token), (usable * _CERTAIN - longest) / each)
         possible = int(max(several, min(1, (usable - longest) / own)))
     else:
         possible = int((usable - cache) / each)
     count = min(wanted, max(0, possible))
-    return StateSlots(count, max(snapshots, int(count * share)))
+    if share:
+        spare = int((usable - (longest if cache is None else cache) - count * own) / state)
+        snapshots = max(int(count * share), min(_MIN_SNAPSHOTS, spare), 0)
+    return StateSlots(count, snapshots)
 
 
 def _slots(state: int, bytes_per_block: int, model: PreTrainedModel, config: EngineConfig) -> StateSlots:

@@ -1,4 +1,4 @@
-"""The states of all sequences: a slot for each running sequence, and slots of snapshots behind these.
+"""The states of all sequences: a slot for each running sequence, and slots of snapshots, some of them in host memory.
 
 A running sequence's slot is its row of the block tables, which is its own while it runs.
 """
@@ -14,6 +14,7 @@ import torch
 
 from server.engine.runtime.attention.graph_backend import PLANS_AHEAD
 from server.engine.runtime.batch import Spans, to_device
+from server.engine.runtime.memory import pin
 from server.engine.runtime.states.kinds import LONG_CHUNK, StateKind
 
 PADDING = -1
@@ -61,8 +62,12 @@ class StatePool:
         device: torch.device,
         num_snapshots: int = 0,
         has_backups: bool = False,
+        num_host_snapshots: int = 0,
     ) -> None:
-        """kinds: one for each layer that has a state, in order. has_backups: whether draft tokens are verified."""
+        """kinds: one for each layer that has a state, in order. has_backups: whether draft tokens are verified.
+
+        Raises RuntimeError if the host's memory cannot be pinned.
+        """
         self.kinds = list(kinds)
         self.max_num_seqs = max_num_seqs
         self.device = device
@@ -83,7 +88,13 @@ class StatePool:
             ]
             for kind in dict.fromkeys(self.kinds)
         }
-        self._seen = np.full(count, _UNKNOWN, np.int64)
+        self.host_snapshots = range(count, count + num_host_snapshots)
+        """The slots of snapshots in host memory."""
+        self._on_host = [
+            pin(torch.zeros(stack.shape[0], num_host_snapshots, *stack.shape[2:], dtype=stack.dtype), device)
+            for stack in (self._tensors() if num_host_snapshots else ())
+        ]
+        self._seen = np.full(count + num_host_snapshots, _UNKNOWN, np.int64)
         self._step: StateStep | None = None
         # The slots of decode graphs, and pinned memory from which they are copied, taken in turn.
         self._graph_slots = torch.full((max_num_seqs,), PADDING, dtype=torch.int32, device=device)
@@ -96,7 +107,7 @@ class StatePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """Bytes of all states on the device."""
         return sum(tensor.nbytes for stack in self._stacks.values() for tensor in stack)
 
     def of_layer(self, index: int) -> list[torch.Tensor]:
@@ -193,9 +204,19 @@ class StatePool:
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states from slots to slots, after the steps before this call and before those that follow it."""
         for source, target in copies:
-            for tensor in self._tensors():
-                tensor[:, target].copy_(tensor[:, source])
+            if max(source, target) < self.host_snapshots.start:
+                for tensor in self._tensors():
+                    tensor[:, target].copy_(tensor[:, source])
+            else:
+                # Layer by layer, because other transfers take a second copy on the device.
+                for own, other in zip(self._by_layer(target), self._by_layer(source), strict=True):
+                    own.copy_(other, non_blocking=True)
             self._seen[target] = self._seen[source]
+
+    def _by_layer(self, slot: int) -> list[torch.Tensor]:
+        first = self.host_snapshots.start
+        stacks, place = (self._tensors(), slot) if slot < first else (self._on_host, slot - first)
+        return [layer[place] for stack in stacks for layer in stack]
 
     def _tensors(self) -> list[torch.Tensor]:
         return [tensor for stack in self._stacks.values() for tensor in stack]
