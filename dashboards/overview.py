@@ -81,6 +81,7 @@ def _engine(found: dashboard.Dashboard) -> None:
         ('sum(nf4_num_requests_waiting{model_name=~"$model"})', "waiting"),
         ('sum(nf4_state_slots{model_name=~"$model"})', "states for"),
         ('sum(nf4_state_snapshots{model_name=~"$model"})', "snapshots of states"),
+        ('sum(nf4_state_snapshots_on_host{model_name=~"$model"})', "snapshots in host memory"),
     ]
     found.with_panel(graph("Sequences", "short", sequences, "States: of hybrid models, 0 with others."))
     hits = f"{total('nf4_prefix_cache_hits_total')} / {total('nf4_prefix_cache_queries_total')}"
