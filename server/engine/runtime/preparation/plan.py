@@ -141,7 +141,7 @@ def plan_memory(
     if state := state_bytes(config) // ranks:
         slots = state_slots(state, token, max(0, left), engine.kv_cache_bytes, engine, sequences)
         # Two sequences run in the check of a start.
-        parts[_STATES] = state * (max(2, slots.sequences) + slots.snapshots)
+        parts[_STATES] = state * max(2, slots.sequences + slots.snapshots)
         left -= parts[_STATES]
     cache = engine.kv_cache_bytes
     useful = max(wanted, min(TOKENS_BEFORE_COPIES, own)) * token if cache is None else cache

@@ -71,12 +71,11 @@ class StatePool:
         self.kinds = list(kinds)
         self.max_num_seqs = max_num_seqs
         self.device = device
-        # Two sequences run in the check of a start.
-        running = max(max_num_seqs, 2)
-        count = running + num_snapshots
-        self.snapshots = range(running, count)
+        self.snapshots = range(max_num_seqs, max_num_seqs + num_snapshots)
         """The slots of snapshots."""
-        self.backups = range(count, count + running if has_backups else count)
+        # Two sequences run in the check of a start, before there are snapshots.
+        count = max(2, max_num_seqs + num_snapshots)
+        self.backups = range(count, count + max_num_seqs if has_backups else count)
         """The slots of states from before draft tokens, by the row of each running sequence."""
         count += len(self.backups)
         self._stacks = {
