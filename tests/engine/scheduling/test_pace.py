@@ -119,7 +119,8 @@ def test_graphs_of_decode_steps_have_few_sizes_and_little_padding() -> None:
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == most
     assert decode_sizes(128) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128]
-    assert len(decode_sizes(1024)) == 31
+    assert len(decode_sizes(1024)) == 32
+    assert 448 not in decode_sizes(512)  # slow in cuBLAS on Hopper
     pairs = list(itertools.pairwise(decode_sizes(1024)))
     assert all(b <= 1.25 * a for a, b in pairs if a >= 48)
     assert all(b <= 1.125 * a for a, b in pairs if 128 <= a < 256)
