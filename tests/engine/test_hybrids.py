@@ -27,8 +27,8 @@ from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.states.pool import StateError
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler
-from server.types import GenerateRequest
-from tests.engine.factories import make_request, make_sequence, run_together
+from server.types import GenerateRequest, RequestOutput
+from tests.engine.factories import make_request, make_sequence, run_together, tokens
 from tests.engine.hybrids import (
     CONFIG,
     TOLERANCE,
@@ -40,6 +40,7 @@ from tests.engine.hybrids import (
     runner_of,
 )
 from tests.engine.models import HYBRIDS
+from tests.engine.scored import check_outputs
 from tests.engine.test_async_scheduling import AsyncRunner
 from tests.marks import with_rest
 
@@ -184,7 +185,7 @@ def mixed_requests(family: str) -> list[tuple[GenerateRequest, list[int]]]:
     requests = []
     for index in range(75):
         prompt = common[: rng.choice((0, 0, 11, 32, 50))] + prompt_of(rng.choice((1, 2, 5, 16, 33, 64, 70)), index)
-        sampling = {"temperature": rng.choice((0.0, 1.0)), "seed": index, "ignore_eos": True}
+        sampling = {"temperature": rng.choice((0.0, 1.0)), "seed": index, "ignore_eos": True, "logprobs": 0}
         requests.append(make_request(prompt, max_tokens=rng.choice((1, 3, 20, 60)), **sampling))
     return [(request, answers(alone, request)[0]) for request in requests]
 
@@ -199,28 +200,33 @@ def mixed_requests(family: str) -> list[tuple[GenerateRequest, list[int]]]:
 )
 @pytest.mark.usefixtures("in_columns")
 def test_many_mixed_requests_get_the_answers_that_they_get_alone(family: str, kind: str) -> None:
-    """With aborts, too few KV blocks for all, and more requests than slots."""
+    """With aborts, too few KV blocks for all, more requests than slots, and prefixes that are found at any length.
+
+    Greedy answers have transformers' log-probabilities.
+    """
     requests = [request for request, _ in mixed_requests(family)]
     expected = {request.request_id: answer for request, answer in mixed_requests(family)}
     engine = engines(family, MIXED)[kind]()
     rng = random.Random(kind)
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[RequestOutput]] = {}
     aborted, waiting = set(), [*requests]
     while waiting or engine.has_work:
         for _ in range(min(len(waiting), rng.choice((0, 0, 1, 3)))):
             engine.add(waiting.pop(0))
         for output in engine.step().outputs:
             assert output.error is None
-            found.setdefault(output.request_id, []).extend(output.new_token_ids)
+            found.setdefault(output.request_id, []).append(output)
         if found and rng.random() < 0.05:
             aborted.add(name := rng.choice([*found]))
             engine.abort([name])
     assert engine.stats().preemptions > 0
     assert engine.stats().state_snapshot_hits > 5
     for request in requests:
-        answer = found.get(request.request_id, [])
-        whole = expected[request.request_id]
+        outputs, whole = found.get(request.request_id, []), expected[request.request_id]
+        answer = tokens(outputs)
         assert answer == (whole[: len(answer)] if request.request_id in aborted else whole), request
+        if answer and request.sampling.temperature == 0.0:
+            check_outputs(model_of(family), request.prompt_token_ids, outputs, TOLERANCE)
 
 
 def computed_by(engine: Engine, request: GenerateRequest) -> tuple[list[int], int]:
