@@ -6,6 +6,7 @@ conventions. Spans are made from the timelines when a request has ended, so that
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,8 +106,10 @@ class Tracing:
 
     def close(self) -> None:
         """Send the spans that are left; waits for the endpoint for 3 seconds at most."""
-        self._provider.force_flush(3000)
-        self._provider.shutdown()
+        # The SDK's own time limit does not end an exporter's retries.
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(3)
 
     def _attributes(self, operation: str, timeline: RequestTimeline) -> dict[str, AttributeValue]:
         model = timeline.adapter or self._model

@@ -51,7 +51,7 @@ def test_a_build_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: pytest
     # Writes its last argument; a second one at the same time would find the first one's mark.
     compiler.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && exit\n'
-        f"mkdir {tmp_path}/mark || exit 1\nsleep 0.3\nfor last; do :; done\n"
+        f"mkdir {tmp_path}/mark || exit 1\nsleep 0.05\nfor last; do :; done\n"
         f'echo "$last" >> {tmp_path}/written\necho object > "$last"\nrmdir {tmp_path}/mark\n'
     )
     monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")

@@ -110,5 +110,6 @@ def test_a_dead_endpoint_delays_no_request_and_the_end_only_a_little() -> None:
         request = FinishedRequest(str(i), 200, started, [RequestTimeline(finish_reason="stop", finished=started)])
         tracing.record(request, "POST", "/v1/completions", {"traceparent": "nonsense"})
     assert time.monotonic() - started < 10
+    ended = time.monotonic()
     tracing.close()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - ended < 5

@@ -14,7 +14,7 @@ from tests.api.conftest import MODEL
 from tests.reference import Reference
 
 PATH = "/v1/completions"
-PROMPT = "The capital of France is Paris. 日本の首都は東京です。 " * 30
+PROMPT = "The capital of France is Paris. 日本の首都は東京です。 " * 12
 
 
 def body(**options: object) -> dict[str, object]:
@@ -22,9 +22,9 @@ def body(**options: object) -> dict[str, object]:
 
 
 def test_log_probabilities_are_those_of_transformers(http: httpx.Client, reference: Reference) -> None:
-    """A prompt longer than a step; asked twice, as the second time its blocks are in the cache."""
+    """A prompt longer than a step (256 tokens); asked twice, as the second time its blocks are in the cache."""
     ids = reference.tokenizer(PROMPT)["input_ids"]
-    assert len(ids) > 600
+    assert len(ids) > 300
     with torch.inference_mode():
         expected = reference.model(torch.tensor([ids])).logits[0].log_softmax(-1)
     for _ in range(2):
