@@ -96,6 +96,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     start_server.is_marked = item.get_closest_marker("process") is not None
 
 
+# The same launches in every run; the tests of measured times ask for them.
+os.environ.setdefault("NF4_TUNE", "off")
+
 # On two busy cores tiny models and GEMMs run up to a hundred times longer with two threads, which wait for one another in
 # a loop: that takes the core from the servers of other tests, and theirs from these. Servers have threads of their own.
 torch.set_num_threads(1)

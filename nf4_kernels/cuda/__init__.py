@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nf4_kernels.cuda.clocks import start_clock, stop_clock
 from nf4_kernels.cuda.launches import (
     Fusion,
     Gate,
@@ -23,8 +24,6 @@ from nf4_kernels.cuda.launches import (
     gemm_tiled,
     has_gate,
     plan_on,
-    start_clock,
-    stop_clock,
 )
 from nf4_kernels.cuda.library import KernelError, load_error
 from nf4_kernels.format import Weight, nested_groups, second_level

@@ -29,6 +29,11 @@ def arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def index_of(device: torch.device) -> int:
+    """The index of a CUDA device; of the current one if it has none."""
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
 @functools.cache
 def _posed() -> tuple[int, int] | None:
     value = os.environ.get("NF4_POSE_AS")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from nf4_kernels.cuda.device import arch
-from nf4_kernels.cuda.device_clock import DeviceClock
+from nf4_kernels.cuda.clocks import clock_words
+from nf4_kernels.cuda.device import arch, index_of
 from nf4_kernels.cuda.library import Linear, MmaPlan, Next, RowsPlan, WgmmaPlan, raise_for, usable
 from nf4_kernels.cuda.weight_order import next_weight
 from nf4_kernels.cuda.workspace import workspace_on
@@ -25,8 +26,9 @@ from nf4_kernels.plan import (
     Plan,
     Rows,
     Wgmma,
-    plan,
+    candidates,
 )
+from nf4_kernels.plan.measured import Times, measured_choice, shape_name
 from nf4_kernels.reference import rms_norm
 
 
@@ -73,15 +75,19 @@ def gemm(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion) -> None:
         x = rms_norm(x, fusion.norm_weight, fusion.norm_eps)
         fusion = dataclasses.replace(fusion, norm_weight=None)
     nested, normalised = weight.absmax_8bit is not None, fusion.norm_weight is not None
-    choice = plan_on(x.device, m, n, k, weight.blocksize, nested, normalised)
+    gemm_by(plan_on(x.device, m, n, k, weight.blocksize, nested, normalised), out, x, weight, fusion)
+
+
+def gemm_by(choice: Plan, out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion) -> None:
+    """Compute gemm() by a choice, or by dequantization where its launch cannot; a norm must be one that can_norm() takes."""
     if not isinstance(choice, Dequantize) and x.dtype != torch.float32:
         workspace = workspace_on(x.device)
         if _is_aligned(weight) and (isinstance(choice, Rows) or workspace is not None):
-            _launch(out, m, aligned(x), None, weight, fusion, choice, workspace)
+            _launch(out, x.shape[0], aligned(x), None, weight, fusion, choice, workspace)
             return
     if fusion.norm_weight is not None:
         x = rms_norm(x, fusion.norm_weight, fusion.norm_eps)
-    _gemm_in_slices(out, x, weight, fusion.bias, choice.rows if isinstance(choice, Dequantize) else n)
+    _gemm_in_slices(out, x, weight, fusion.bias, choice.rows if isinstance(choice, Dequantize) else weight.n)
     if fusion.residual is not None:
         out += fusion.residual
 
@@ -120,12 +126,36 @@ _gated_weights: set[int] = set()
 def plan_on(
     device: torch.device, m: int, n: int, k: int, blocksize: int = 64, nested: bool = True, normalised: bool = False
 ) -> Plan:
-    """plan() for a CUDA device of this machine (16-bit types)."""
-    own, multiprocessors = _properties(device.index if device.index is not None else torch.cuda.current_device())
-    return _plan(m, n, k, own, multiprocessors, blocksize, nested, normalised)
+    """The choice for a CUDA device of this machine (16-bit types): by its measured times if there are any, else plan()'s."""
+    return _plan(index_of(device), m, n, k, blocksize, nested, normalised)
 
 
-_plan = functools.lru_cache(maxsize=4096)(plan)
+def candidates_on(
+    device: torch.device, m: int, n: int, k: int, blocksize: int, nested: bool
+) -> list[tuple[Plan, float]]:
+    """candidates() for a CUDA device of this machine."""
+    return list(candidates(m, n, k, *_properties(index_of(device)), blocksize, nested))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(index: int, m: int, n: int, k: int, blocksize: int, nested: bool, normalised: bool) -> Plan:
+    def options(tokens: int) -> Iterator[tuple[Plan, float]]:
+        return candidates(tokens, n, k, *_properties(index), blocksize, nested, normalised)
+
+    times = _times.get(index, {}).get(shape_name(n, k, blocksize, nested), {})
+    return measured_choice(m, times, options)
+
+
+_times: dict[int, Mapping[str, Times]] = {}
+
+
+def use_times(device: torch.device, times: Mapping[str, Times]) -> None:
+    """From here on choose launches on device by these times, by shape_name(); of other shapes by fitted costs.
+
+    What was captured in graphs, or decided by an earlier choice, stays as it is.
+    """
+    _times[index_of(device)] = times
+    _plan.cache_clear()
 
 
 @functools.cache
@@ -151,7 +181,7 @@ def _launch(
         needed = choice.workspace_bytes(m, weight.n, weight.k)
         if scratch is None or needed > scratch.numel():
             scratch = torch.empty(needed, dtype=torch.uint8, device=device)
-    words, timed = _clock_words(device, "wgmma" if isinstance(choice, Wgmma) else "rows")
+    words, timed = clock_words(device, "wgmma" if isinstance(choice, Wgmma) else "rows")
     gate = fusion.gate
     bias, residual, norm_weight = (
         None if tensor is None else aligned(tensor) for tensor in (fusion.bias, fusion.residual, fusion.norm_weight)
@@ -232,7 +262,7 @@ def _next(device: torch.device, m: int, packed: int) -> Next:
 def _gemm_in_slices(out: Tensor, x: Tensor, weight: Nf4Weight, bias: Tensor | None, rows: int) -> None:
     n, k = weight.n, weight.k
     buffer = torch.empty((min(rows, n), k), dtype=x.dtype, device=x.device)
-    whole, _ = _clock_words(x.device, "slices")
+    whole, _ = clock_words(x.device, "slices")
     for first in range(0, n, rows):
         last = min(first + rows, n)
         dense = buffer[: last - first]
@@ -265,26 +295,6 @@ def dequantize_into(out: Tensor, weight: Nf4Weight, first: int, count: int, whol
     """
     stream = torch.cuda.current_stream(out.device).cuda_stream
     loaded = usable()
-    words, _ = _clock_words(out.device, "dequantize")
+    words, _ = clock_words(out.device, "dequantize")
     status = loaded.nf4_cuda_dequantize(weight, first, count, out.data_ptr(), DTYPES[out.dtype], stream, words, whole)
     raise_for(loaded, status, "dequantize")
-
-
-_clocks: dict[int, DeviceClock] = {}
-
-
-def start_clock(device: torch.device) -> DeviceClock:
-    """From here on every launch on device leaves its time with the clock returned; whoever starts it collects."""
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    _clocks[index] = DeviceClock(device, usable())
-    return _clocks[index]
-
-
-def stop_clock(device: torch.device) -> None:
-    """Undo start_clock(). Graphs captured in between keep writing their times: keep their clock as long as they live."""
-    _clocks.pop(device.index if device.index is not None else torch.cuda.current_device(), None)
-
-
-def _clock_words(device: torch.device, kind: str) -> tuple[int | None, bool]:
-    clock = _clocks.get(device.index or 0) if _clocks else None
-    return (None, False) if clock is None else clock.take(kind)

@@ -48,6 +48,7 @@ __all__ = (
     "Plan",
     "Rows",
     "Wgmma",
+    "candidates",
     "mma_candidates",
     "plan",
     "rows_candidates",
@@ -60,6 +61,42 @@ Plan = Rows | Wgmma | Mma | Dequantize
 _WEIGHT_US = 0.5 / 4.2e6
 
 
+def candidates(
+    m: int,
+    n: int,
+    k: int,
+    arch: int,
+    multiprocessors: int,
+    blocksize: int = 64,
+    nested: bool = True,
+    normalised: bool = False,
+) -> Iterator[tuple[Plan, float]]:
+    """Every choice for x [m, k] times a weight [n, k] in 16-bit types, with its fitted microseconds; the last always works.
+
+    arch is 10 * major + minor compute capability. normalised: x is normalised in the launch, which linear_rows does in the
+    first pass only. Without wgmma the costs are of one H100 that ran code for sm_86 and sm_80 (mma.py, posed.py): that on an
+    actual GPU all of them are as many times slower is an estimate. linear_mma differs from sm_90 on
+    (csrc/cuda/mma_sm80/loads.cuh), and what it is there has not run: it is no candidate.
+    """
+    hopper = arch == 90
+    if k % 64 == 0 and blocksize >= 64 and arch >= 80 and m >= 1:
+        if m <= MAX_ROWS_TOKENS:
+            tiles = 1 if m <= 8 else 2 if m <= 16 else 4
+            for rows in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
+                if not (normalised and rows.passes > 1):
+                    own = (
+                        max(n * k * _WEIGHT_US, rows_cost(rows, m, n)) if hopper else posed_rows_cost(rows, m, n, arch)
+                    )
+                    yield rows, own
+        if hopper and m in WGMMA_TOKENS:
+            for wgmma in wgmma_candidates(m, n, k, multiprocessors):
+                yield wgmma, wgmma_cost(wgmma, m, n, k, multiprocessors)
+        if arch < 90 and m in MMA_TOKENS:
+            for mma in mma_candidates(m, n, k, multiprocessors):
+                yield mma, mma_cost(mma, m, n, k)
+    yield Dequantize(slice_rows(n, multiprocessors)), (dequantize_cost if hopper else posed_dequantize_cost)(m, n, k)
+
+
 def plan(
     m: int,
     n: int,
@@ -70,54 +107,6 @@ def plan(
     nested: bool = True,
     normalised: bool = False,
 ) -> Plan:
-    """The choice for x [m, k] times a weight [n, k] in 16-bit types; arch is 10 * major + minor compute capability.
-
-    normalised: x is normalised in the launch, which linear_rows does in the first pass only.
-    """
-    choice: Plan = Dequantize(slice_rows(n, multiprocessors))
-    if k % 64 or blocksize < 64 or arch < 80 or m < 1:
-        return choice
-    if arch != 90:
-        return _without_wgmma(m, n, k, arch, multiprocessors, nested, normalised, choice)
-    cost = dequantize_cost(m, n, k)
-    if m <= MAX_ROWS_TOKENS:
-        for rows in _rows(m, n, k, arch, multiprocessors, nested, normalised):
-            one = max(n * k * _WEIGHT_US, rows_cost(rows, m, n))
-            if one < cost or isinstance(choice, Dequantize):
-                choice, cost = rows, one
-    if m in WGMMA_TOKENS:
-        for wgmma in wgmma_candidates(m, n, k, multiprocessors):
-            one = wgmma_cost(wgmma, m, n, k, multiprocessors)
-            if one < cost:
-                choice, cost = wgmma, one
-    return choice
-
-
-def _rows(m: int, n: int, k: int, arch: int, multiprocessors: int, nested: bool, normalised: bool) -> Iterator[Rows]:
-    tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-    for rows in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
-        if not (normalised and rows.passes > 1):
-            yield rows
-
-
-def _without_wgmma(
-    m: int, n: int, k: int, arch: int, multiprocessors: int, nested: bool, normalised: bool, choice: Plan
-) -> Plan:
-    """The cheapest by times of one H100 that ran code for sm_86 and sm_80 (mma.py, posed.py).
-
-    That on an actual GPU all of them are as many times slower is an estimate. Where tensor cores are slower beside the
-    memory than an H100's, cuBLAS loses more: linear_mma may then be the faster one for more tokens than are planned. It
-    differs from sm_90 on (csrc/cuda/mma_sm80/loads.cuh), and what it is there has not run: it is not planned.
-    """
-    cost = posed_dequantize_cost(m, n, k)
-    if m <= MAX_ROWS_TOKENS:
-        for rows in _rows(m, n, k, arch, multiprocessors, nested, normalised):
-            one = posed_rows_cost(rows, m, n, arch)
-            if one < cost:
-                choice, cost = rows, one
-    if arch < 90 and m in MMA_TOKENS:
-        for mma in mma_candidates(m, n, k, multiprocessors):
-            one = mma_cost(mma, m, n, k)
-            if one < cost:
-                choice, cost = mma, one
-    return choice
+    """The candidate with the least fitted cost; arguments as candidates() has them."""
+    found = candidates(m, n, k, arch, multiprocessors, blocksize, nested, normalised)
+    return min(found, key=lambda candidate: candidate[1])[0]

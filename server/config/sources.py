@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from server.config import WRITTEN_LAYERS_VARIABLE, Config, ConfigError
 from server.config.flags import did_you_mean, dotted_names
 
-KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS", "NF4_KERNELS_VLLM", "NF4_POSE_AS"})
+KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS", "NF4_KERNELS_VLLM", "NF4_POSE_AS", "NF4_TUNE"})
 """Environment variables with our prefix that belong to nf4_kernels."""
 _NO_FIELDS = {*KERNEL_VARIABLES, WRITTEN_LAYERS_VARIABLE}
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from nf4_kernels.cuda.peers import PeerReducer
 from server.engine.runtime.peers import meet_peers
+
+Value = TypeVar("Value")
 
 # Ranks reach their trials at the same time, except for the time that they compile or load for.
 TIMEOUT = timedelta(minutes=10)
@@ -121,6 +124,15 @@ def broadcast(x: torch.Tensor) -> None:
     """Make x on every rank what it is on rank 0; nothing where there is one rank. x must be contiguous."""
     if _Process.membership is not None:
         dist.broadcast(x, 0)
+
+
+def of_first(value: Value) -> Value:
+    """Rank 0's value on every rank; value itself where there is one rank."""
+    if _Process.membership is None:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, 0, device=torch.device("cpu"))
+    return values[0]
 
 
 # Its name since torch 2.13, and the one before.

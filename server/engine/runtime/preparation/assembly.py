@@ -40,6 +40,7 @@ from server.engine.runtime.preparation.graph_capture import (
 from server.engine.runtime.preparation.own_forward import check_own_forward
 from server.engine.runtime.preparation.states import keep_in_16_bits, make_states
 from server.engine.runtime.preparation.step_costs import measure_steps
+from server.engine.runtime.preparation.tuning import choose_launches
 from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.ops import use_kernels
@@ -73,6 +74,7 @@ def build_runner(
     read_from_host(model)
     keep_in_16_bits(model)
     replace_projections(model)
+    choose_launches(model, config, progress)
     expand_weights(model, least(expansion_budget(device, config, kept_bytes)))
     if device.type == "cpu":
         use_cpu_kernels(model)

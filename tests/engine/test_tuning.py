@@ -1,0 +1,84 @@
+"""What an engine does with measured times of launches: on GPUs alone, as rank 0 says, not with batch_invariant."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nf4_kernels import cuda, tune
+from server.config import EngineConfig
+from server.engine.runtime.preparation import tuning
+
+TIMES = {"a shape": {8: {"a launch": 2.5}}}
+RANK = """
+import sys, torch
+from server.engine.runtime import exchange
+rank = int(sys.argv[1])
+exchange.join(exchange.Membership(rank, 2, sys.argv[2]), torch.device("cpu"))
+print(exchange.of_first({"times of rank": {rank: 1.5}}))
+exchange.leave()
+"""
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A GPU whose times are there; what choices were told to use."""
+    found: list[Any] = []
+    for where, name, value in (
+        (cuda, "load_error", lambda: None),
+        (tuning, "decoder_layers", lambda model: []),
+        (tuning, "use_times", lambda device, times: found.append(times)),
+        (tune, "tuned", lambda shapes, dtype, progress: TIMES),
+    ):
+        monkeypatch.setattr(where, name, value)
+    return found
+
+
+def choose(device: str = "cuda", **config: Any) -> None:
+    model: Any = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16)
+    tuning.choose_launches(model, EngineConfig(**config), lambda *_: None)
+
+
+def test_an_engine_uses_the_times(used: list[Any]) -> None:
+    choose()
+    assert used == [TIMES]
+
+
+def test_every_rank_uses_those_of_rank_0(used: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "of_first", lambda times: {"rank 0": times})
+    choose()
+    assert used == [{"rank 0": TIMES}]
+
+
+def test_with_batch_invariant_times_choose_nothing(used: list[Any]) -> None:
+    choose(batch_invariant=True)
+    assert used == [{}]
+
+
+def test_on_a_cpu_nothing_happens(used: list[Any]) -> None:
+    choose("cpu")
+    assert used == []
+
+
+def test_an_engine_starts_if_measuring_fails(used: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(tune, "tuned", fail)
+    choose()
+    assert used == [{}]
+
+
+def test_ranks_share_what_rank_0_has(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    assert [rank.communicate(timeout=120)[0].splitlines()[-1] for rank in ranks] == ["{'times of rank': {0: 1.5}}"] * 2
