@@ -33,6 +33,9 @@ from server.checkpoint.states import NARROW_INPUTS
 BLOCKSIZE = 64
 # Scales around this make weights with a standard deviation near 0.02, as trained linear layers have.
 MEAN_ABSMAX = 0.05
+# A router may choose another expert by rounding alone. With experts' results of this share of other layers' a deep model's
+# logits depend little on that, as a trained one's do; else they are off by half in bfloat16 (GLM-4.7-Flash's shape).
+EXPERTS_SHARE = 0.25
 SAMPLED_AT_ONCE = 1 << 26
 
 
@@ -190,7 +193,9 @@ def _random_experts(
 ) -> NF4Experts:
     """One layer's experts, or a shard's part of them, as they come from a checkpoint with a tensor for each expert."""
 
-    def stacked(rows: int, columns: int, biased: bool, is_nested: bool = True) -> StackedWeight:
+    def stacked(
+        rows: int, columns: int, biased: bool, is_nested: bool = True, absmax: float = MEAN_ABSMAX
+    ) -> StackedWeight:
         shape, size = (layout.count, rows, columns), layout.count * rows * columns
         packed = _random_pairs(size // 2, device)
         bias = torch.zeros(layout.count, rows, dtype=dtype, device=device) if biased else None
@@ -198,16 +203,16 @@ def _random_experts(
         scales = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=device)
         code = create_dynamic_map().to(device)
         if each % NESTED_BLOCKSIZE or not is_nested:
-            return StackedWeight(
-                Weight(packed, shape, code[scales.long()] * (MEAN_ABSMAX / 2) + MEAN_ABSMAX, BLOCKSIZE), bias
-            )
-        groups = torch.full((blocks // NESTED_BLOCKSIZE,), MEAN_ABSMAX, device=device)
+            return StackedWeight(Weight(packed, shape, code[scales.long()] * (absmax / 2) + absmax, BLOCKSIZE), bias)
+        groups = torch.full((blocks // NESTED_BLOCKSIZE,), absmax, device=device)
         return StackedWeight(Weight(packed, shape, groups / 2, BLOCKSIZE, scales, code, groups), bias)
 
     assert layout.activation is not None
     gate_up = stacked(layout.rows * layout.inner, layout.hidden, biased)
     # Scales of a part of down are plain, and the first rank adds its bias.
-    down = stacked(layout.hidden, layout.inner, biased and not (part and part.rank), part is None)
+    down = stacked(
+        layout.hidden, layout.inner, biased and not (part and part.rank), part is None, MEAN_ABSMAX * EXPERTS_SHARE
+    )
     return NF4Experts(gate_up, down, layout.activation)
 
 

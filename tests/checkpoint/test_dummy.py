@@ -12,7 +12,7 @@ from bitsandbytes.nn import Linear4bit
 
 from nf4_kernels.reference import dequantize
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.dummy import dummy_model
+from server.checkpoint.dummy import EXPERTS_SHARE, dummy_model
 from server.checkpoint.experts.module import NF4Experts
 from tests.checkpoint.layouts import CPU, silent
 
@@ -21,6 +21,7 @@ SMALL = {
     "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 7, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "vocab_size": 200, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "moe_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8,
+    "n_routed_experts": 8,
 }  # fmt: skip
 
 
@@ -28,7 +29,9 @@ SMALL = {
 def test_every_benchmarked_family_runs_on_random_weights(name: str, tmp_path: Path) -> None:
     settings = json.loads((MODELS / name / "config.json").read_text())
     layer_types = {"layer_types": settings["layer_types"][:7]} if "layer_types" in settings else {}
-    (tmp_path / "config.json").write_text(json.dumps({**settings, **SMALL, **layer_types}))
+    # Every head has its own keys and values in latent attention.
+    heads = {"num_key_value_heads": SMALL["num_attention_heads"]} if "kv_lora_rank" in settings else {}
+    (tmp_path / "config.json").write_text(json.dumps({**settings, **SMALL, **layer_types, **heads}))
     model = dummy_model(tmp_path, CPU, torch.float32, silent, seed=1)
     layers = [m for m in model.modules() if isinstance(m, Linear4bit)]
     experts = [m for m in model.modules() if isinstance(m, NF4Experts)]
@@ -36,13 +39,15 @@ def test_every_benchmarked_family_runs_on_random_weights(name: str, tmp_path: Pa
     skipped = settings.get("quantization_config", {}).get("llm_int8_skip_modules", [])
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     fewer = kinds.count("linear_attention") * (1 + ("in_proj_qkv" in skipped))
-    # A shared expert has three, and a gate of its own.
-    shared = 4 if settings.get("shared_expert_intermediate_size") else 0
-    assert len(layers) == 7 * (4 + shared if experts else 7) - fewer
-    assert len(experts) in (0, 7)
-    for stacked in (weight for module in experts for weight in (module.gate_up, module.down)):
-        assert stacked.shape[0] == 8
-        assert 0.015 < dequantize(stacked.weight, torch.float32).std() < 0.04
+    # A shared expert has three, and some a gate of their own.
+    shared = 4 if settings.get("shared_expert_intermediate_size") else 3 if settings.get("n_shared_experts") else 0
+    attention = 5 if settings.get("q_lora_rank") else 4
+    assert len(experts) == (7 - settings.get("first_k_dense_replace", 0) if experts else 0)
+    assert len(layers) == 7 * attention + len(experts) * shared + (7 - len(experts)) * 3 - fewer
+    for module in experts:
+        for stacked, share in ((module.gate_up, 1), (module.down, EXPERTS_SHARE)):
+            assert stacked.shape[0] == 8
+            assert 0.015 < dequantize(stacked.weight, torch.float32).std() / share < 0.04
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False
         # The one row of a shared expert's gate has too few numbers to tell as exactly.
