@@ -19,7 +19,7 @@ from server.config import EngineConfig
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
 from server.engine.runtime.attention.graph_backend import DecodeForm
 from server.engine.runtime.layers import projection
-from server.engine.runtime.layers.experts import LogitsRouter, ModuleRouter, read_router
+from server.engine.runtime.layers.experts import LogitsRouter, ModuleRouter, SigmoidRouter, read_router
 from server.engine.runtime.layers.norm import RmsNorm, read_rms_norm
 from server.engine.runtime.layers.parts import UnknownLayerError
 from server.engine.runtime.layers.rotary_functions import angle_step
@@ -254,8 +254,38 @@ def test_routers_are_told_apart() -> None:
     assert type(kinds["glm4_moe"]) is ModuleRouter
 
 
-def _router(family: str) -> nn.Module:
-    block = tiny_moe(family).get_decoder().layers[1].mlp
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("normalised", [True, False])
+@torch.inference_mode()
+def test_a_router_of_sigmoids_without_groups(family: str, normalised: bool) -> None:
+    """The bias is in the choice, and not in the weights."""
+    sizes = {"n_group": 1, "norm_topk_prob": normalised, "routed_scaling_factor": 1.8, "num_experts_per_tok": 3}
+    module = _router(family, **sizes)
+    module.get_buffer("e_score_correction_bias").normal_(0, 0.3)
+    router = read_router(module)
+    assert isinstance(router, SigmoidRouter)
+    x = torch.randn(50, 64)
+    _, expected, chosen = module(x)
+    weights, experts = router(x)
+    order, own_order = chosen.argsort(-1), experts.argsort(-1)
+    assert torch.equal(experts.gather(-1, own_order).long(), chosen.gather(-1, order).long())
+    torch.testing.assert_close(weights.gather(-1, own_order), expected.gather(-1, order))
+
+
+@torch.inference_mode()
+def test_a_router_whose_weight_is_in_float32() -> None:
+    """It computes in it in a model of 16 bits."""
+    module = _router("deepseek_v2", n_group=1, topk_group=1)
+    x = torch.randn(20, 64).bfloat16()
+    _, expected, chosen = module(x)
+    weights, experts = read_router(module)(x)
+    order, own_order = chosen.argsort(-1), experts.argsort(-1)
+    assert torch.equal(experts.gather(-1, own_order).long(), chosen.gather(-1, order).long())
+    torch.testing.assert_close(weights.gather(-1, own_order), expected.gather(-1, order))
+
+
+def _router(family: str, **sizes: Any) -> nn.Module:
+    block = tiny_moe(family, **sizes).get_decoder().layers[1].mlp
     router = block.router if family == "gpt_oss" else block.gate
     for name, parameter in router.named_parameters():
         assert parameter.std() > 0 or name == "bias"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -44,6 +44,10 @@ class Experts:
             y: torch.Tensor = self.experts(x, experts, weights)
         else:
             y = self.latent[1](self.experts(self.latent[0](x), experts, weights))
+        if self.shared is not None and self.shared_gate is None and not self.is_mean and not self.is_partial:
+            # The shared expert's last launch adds the residual.
+            z = self.shared(x, None, residual)
+            return _sum(z, y)
         if self.shared is not None:
             z = self.shared(x, None, None)
             y = y + (z if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * z)
@@ -80,6 +84,9 @@ class SoftmaxRouter:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Router."""
+        if x.dtype != self.weight.dtype:
+            # Some classes keep the weight of their router in float32, and compute in it.
+            return _route(x, self.weight, None, self.top_k, self.normalised)
         return route_linear(x, self.weight, self.top_k, self.normalised, self.rounded)
 
 
@@ -95,6 +102,50 @@ class LogitsRouter:
         """See Router."""
         values, experts = top_k(nn.functional.linear(x, self.weight, self.bias), self.top_k)
         return torch.softmax(values, -1), experts
+
+
+@dataclass(frozen=True)
+class SigmoidRouter:
+    """The top_k greatest of sigmoid(x @ weight.T) + bias, weighted by these sigmoids, all in float32.
+
+    The weights are divided by their sum if normalised, and multiplied by a factor (DeepSeek V3 with one group of experts,
+    GLM-4.5 and their like).
+    """
+
+    weight: torch.Tensor
+    """[experts, width], contiguous."""
+    bias: torch.Tensor
+    """[experts]: it is in the choice only."""
+    top_k: int
+    normalised: bool
+    factor: float = 1.0
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Router."""
+        return _route(x, self.weight, self.bias, self.top_k, self.normalised, self.factor)
+
+
+def _route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    normalised: bool,
+    factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What SigmoidRouter computes; without a bias what SoftmaxRouter does, in float32."""
+    if x.is_cuda:
+        # Triton is not installed without CUDA.
+        from server.engine.runtime.layers.router_kernels import route
+
+        return route(x, weight, bias, top_k, normalised, factor)
+    logits = nn.functional.linear(x.float(), weight.float())
+    scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+    experts = (scores if bias is None else scores + bias).topk(top_k, sorted=False)[1]
+    weights = scores.gather(-1, experts)
+    if normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * factor, experts
 
 
 class ModuleRouter:
@@ -131,9 +182,13 @@ def read_router(module: nn.Module, expert_bias: torch.Tensor | None = None) -> R
     own = ModuleRouter(module)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not isinstance(top_k, int) or top_k < 2:
         return own
+    correction = getattr(module, "e_score_correction_bias", None)
     random = torch.Generator(device="cpu").manual_seed(top_k)
-    x = torch.randn(8, weight.shape[1], generator=random).to(weight)
+    # Of few choices most may be the same by chance if the class divides its experts into groups first.
+    x = torch.randn(64 if isinstance(correction, torch.Tensor) else 8, weight.shape[1], generator=random).to(weight)
     weights, experts = own(x)
+    if isinstance(correction, torch.Tensor) and bias is None:
+        return _sigmoid_router(weight, correction, x, weights, experts) or own
     # Without a bias, the softmax of the greatest logits is what normalised probabilities are.
     candidates: list[Router] = [LogitsRouter(weight, bias, top_k)]
     if bias is None:
@@ -142,6 +197,25 @@ def read_router(module: nn.Module, expert_bias: torch.Tensor | None = None) -> R
         found, chosen = candidate(x)
         # Of equal logits another one may be chosen.
         same = float((chosen.long() == experts.long()).float().mean()) > 0.9
-        if same and torch.allclose(found.sort(-1)[0].float(), weights.sort(-1)[0].float(), rtol=0.02, atol=1e-3):
+        if same and _are_close(found, weights):
             return candidate
     return own
+
+
+def _sigmoid_router(
+    weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+) -> SigmoidRouter | None:
+    """The router that gives these weights and experts for x, if one does. The factor is found from them."""
+    for normalised in (True, False):
+        candidate = SigmoidRouter(weight, bias, experts.shape[-1], normalised)
+        found, chosen = candidate(x)
+        same = (chosen.long().sort(-1)[0] == experts.long().sort(-1)[0]).all(-1)
+        factor = float(weights[same].sum() / found[same].sum())
+        if float(same.float().mean()) > 0.95 and _are_close(found[same] * factor, weights[same]):
+            return replace(candidate, factor=factor)
+    return None
+
+
+def _are_close(found: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether routing weights are equal but for rounding, in any order."""
+    return torch.allclose(found.sort(-1)[0].float(), weights.sort(-1)[0].float(), rtol=0.02, atol=1e-3)
