@@ -20,6 +20,8 @@ NAMES = {
     "llama-3.1-8b": "Llama-3.1-8B",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
     "gpt-oss-20b": "gpt-oss-20b",
+    "glm-4.7-flash": "GLM-4.7-Flash",
+    "deepseek-v2-lite": "DeepSeek-V2-Lite",
     "qwen3.5-9b": "Qwen3.5-9B",
     "qwen3.5-27b": "Qwen3.5-27B",
     "qwen3.6-35b-a3b": "Qwen3.6-35B-A3B",

@@ -97,6 +97,36 @@ def test_latents_on_cuda_where_no_kernel_attends_over_heads() -> None:
         _check(reference, request.prompt_token_ids, outputs[request.request_id])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("family", ["youtu", "minicpm3"])
+def test_latents_in_cuda_graphs(family: str) -> None:
+    """Log-probabilities are those of the same weights in float32 but for rounding, and graphs compute the steps."""
+    sizes = {"kv_lora_rank": 256, "qk_rope_head_dim": 16, "max_position_embeddings": 2048}
+    model = tiny_model(family, **sizes).to(torch.bfloat16)
+    reference = copy.deepcopy(model).float()
+    config = CONFIG.model_copy(update={"device": "cuda", "block_size": 16, "enforce_eager": False})
+    config = config.model_copy(update={"max_num_batched_tokens": 1024, "kv_cache_bytes": 2**24})
+    runner = build_runner(model.cuda(), config)
+    engine = Engine(runner, config)
+    rng = random.Random(0)
+    for count, longest in ((1, 40), (20, 60), (2, 600)):
+        prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
+        requests = [make_request(prompt, max_tokens=9, ignore_eos=True, logprobs=1) for prompt in prompts]
+        before = runner.graph_replays
+        outputs = run_together(engine, *requests)
+        assert runner.graph_replays > before
+        for request in requests:
+            found = tokens(outputs[request.request_id])
+            with torch.inference_mode():
+                ids = torch.tensor([[*request.prompt_token_ids, *found]])
+                logits = reference(ids, use_cache=False).logits[0, len(request.prompt_token_ids) - 1 : -1]
+            entries = [entry for output in outputs[request.request_id] for entry in output.logprobs or ()]
+            expected = logits.log_softmax(-1).gather(-1, torch.tensor(found)[:, None])[:, 0]
+            error = (torch.tensor([entry.logprob for entry in entries]) - expected).abs()
+            assert error.mean() < 0.1
+
+
 def test_draft_tokens_are_verified_over_latents() -> None:
     model = tiny_model("youtu")
     config = CONFIG.model_copy(update={"speculation": "lookup"})

@@ -258,9 +258,8 @@ _FLASH = {**_LITE, "num_hidden_layers": 47, "num_attention_heads": 20, "qk_nope_
         (_LITE, {}, 2, 27 * 576 * 2, 27 * 16 * 256 * 512),
         (_LITE, {"kv_cache_dtype": "int8"}, 1, 27 * 576 * 2, 27 * 16 * 256 * 512 * 2),
         (_LITE, {"allow_runtime_lora": True}, 1, 27 * 16 * (192 + 128) * 2, 0),
-        # There are CUDA kernels for its heads of 256.
-        (_FLASH, {}, 1, 47 * 20 * 512 * 2, 0),
-        (_FLASH, {}, 2, 47 * 20 * 512, 0),
+        (_FLASH, {}, 1, 47 * 576 * 2, 47 * 20 * 448 * 512 * 2),
+        (_FLASH, {}, 2, 47 * 576 * 2, 47 * 20 * 448 * 512),
     ],
 )
 def test_latents_count_as_what_the_cache_keeps(

@@ -8,8 +8,11 @@ from bitsandbytes.functional import quantize_4bit
 
 from nf4_kernels import reference
 from nf4_kernels.format import Weight
+from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.latent import DenseHeads, HeadSizes, LatentHeads
+from server.engine.runtime.attention.latent_chunks import long_chunks
 from server.engine.runtime.attention.packed_heads import PackedHeads
+from server.engine.runtime.batch import Span, Spans
 
 ROTARY = 8
 
@@ -78,3 +81,33 @@ def test_long_contexts_are_not_expanded() -> None:
     assert heads.expands(1000, 1000)
     assert not heads.expands(2, 1000)
     assert not heads.expands(1000, 2**22)
+
+
+@pytest.mark.parametrize(("length", "end"), [(300, 300), (260, 400)])
+def test_long_chunks_attend_over_expanded_keys_and_values(length: int, end: int) -> None:
+    """After the sequence's first tokens, whose latents are in the cache; other rows stay as they are."""
+    sizes, block = HeadSizes(3, 12, 20, 64), 16
+    heads, weight = _heads("dense", sizes, 64, False)
+    latent = torch.randn(end, sizes.rank + ROTARY)
+    cache = torch.full((40, 1, block, 1, sizes.rank + ROTARY), torch.nan)
+    blocks = torch.randperm(40)[: -(-end // block)].int()
+    at = torch.arange(end)
+    cache[blocks[at // block].long(), 0, at % block, 0] = latent
+    start = end - length
+    spans = Spans.of([Span(0, 7, 1, [0]), Span(1, start, length, blocks.tolist())])
+    query = torch.randn(1 + length, sizes.heads, sizes.plain + ROTARY)
+    new = torch.cat((torch.zeros_like(latent[:1]), latent[start:])).unsqueeze(1)
+    out = torch.zeros(1 + length, sizes.heads, sizes.width)
+    tables = torch.zeros(2, 40, dtype=torch.int32)
+    tables[1, : len(blocks)] = blocks
+    found = long_chunks(spans, 1, heads, tables)
+    assert list(found) == [1]
+    found[1].attend(query, new, cache, heads, AttentionOptions(0.2), out)
+    keys, values = weight.split([sizes.plain, sizes.width], 1)
+    keys = torch.einsum("tr,hnr->htn", latent[:, : sizes.rank].double(), keys)
+    keys = torch.cat((keys, latent[:, sizes.rank :].double().expand(sizes.heads, -1, -1)), -1)
+    scores = torch.einsum("thd,hnd->htn", query[1:].double(), keys) * 0.2
+    p = scores.masked_fill(at > at[start:, None], -torch.inf).softmax(-1)
+    values = torch.einsum("tr,hvr->htv", latent[:, : sizes.rank].double(), values)
+    torch.testing.assert_close(out[1:].double(), torch.einsum("htn,hnv->thv", p, values), atol=1e-3, rtol=1e-3)
+    assert not out[0].any()

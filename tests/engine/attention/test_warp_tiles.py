@@ -171,7 +171,7 @@ import torch
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
 from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.kernels.chunk_kernel import attend_chunks, tokens_per_item
-from server.engine.runtime.attention.kernels.kv_cache import LayerCache
+from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.kernels.kv_write import quantize_kv
 from server.engine.runtime.trials import relative_error
 
@@ -186,8 +186,9 @@ quantize_kv(cache.data, cache.scales, key, value, table[0, places // size].long(
 query = torch.randn(tokens - start, kv_heads * group, dim).half()
 out = torch.empty_like(query)
 one = np.zeros(1, np.int64)
+kind = Kind(kv_heads * group, kv_heads, dim, AttentionOptions(0.1))
 numbers = torch.from_numpy(
-    chunk_items.layout(one, one + tokens - start, one + start, one, tokens_per_item(kv_heads * group, kv_heads))
+    chunk_items.layout(one, one + tokens - start, one + start, one, tokens_per_item(kind, torch.device("cpu")))
 )
 attend_chunks(cache, query, out, numbers, len(numbers) - 1, table, AttentionOptions(0.1))
 scores = torch.einsum("qhgd,nhd->hgqn", query.double().view(-1, kv_heads, group, dim), key.double()) * 0.1

@@ -22,6 +22,8 @@ from server.engine.runtime.trials import failure
 logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
+LATENT_RANKS, LATENT_ROTARY = (256, 512), (16, 32, 64, 128)
+"""Columns of latents with kernels, without the rotary ones, and rotary columns."""
 
 
 def create_backend(
@@ -50,9 +52,12 @@ def create_backend(
     return SdpaBackend(shapes, num_blocks, block_size, dtype, device)
 
 
-def has_kernels(key_dim: int, value_dim: int) -> bool:
-    """Whether there are CUDA kernels for heads of such keys and values."""
-    return key_dim == value_dim and key_dim in HEAD_DIMS
+def has_kernels(shape: LayerShape) -> bool:
+    """Whether there are CUDA kernels for such keys and values, or latents."""
+    if shape.is_latent:
+        rest = shape.key_dim - shape.value_dim
+        return shape.value_dim in LATENT_RANKS and rest in LATENT_ROTARY
+    return shape.key_dim == shape.value_dim and shape.key_dim in HEAD_DIMS
 
 
 def _cuda_backend(*given: Any) -> AttentionBackend:
@@ -128,6 +133,8 @@ def _eight_bits_unsuitable(
         return "it needs CUDA"
     if name == "fp8_e4m3" and capability(device) < (8, 9):
         return "this GPU does not compute in fp8 (int8 works)"
+    if any(shape.is_latent for shape in shapes):
+        return "latents are kept in 16 bits, in which a token takes less memory than its heads would in 8"
     return _unsuitable(shapes, dtype)
 
 
@@ -137,10 +144,9 @@ def _unsuitable(shapes: Iterable[LayerShape], dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     for shape in shapes:
-        if shape.is_latent:
-            return "there are no kernels for latent attention"
-        if not has_kernels(shape.key_dim, shape.value_dim):
-            return f"there are no kernels for heads of {shape.key_dim} and {shape.value_dim}"
+        if not has_kernels(shape):
+            what = "latents" if shape.is_latent else "heads"
+            return f"there are no kernels for {what} of {shape.key_dim} and {shape.value_dim}"
     return None
 
 

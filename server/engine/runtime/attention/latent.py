@@ -87,11 +87,14 @@ class DenseHeads(LatentHeads):
     def absorbed(self, query: torch.Tensor) -> torch.Tensor:
         """See LatentHeads."""
         plain, rank = self.sizes.plain, self.sizes.rank
-        out = query.new_empty(*query.shape[:2], rank + query.shape[2] - plain)
-        out[..., :rank] = torch.bmm(query[..., :plain].transpose(0, 1), self._key).transpose(0, 1)
+        rotary = query.shape[2] - plain
+        out = query.new_empty(*query.shape[:2], rank + rotary)
+        torch.bmm(query[..., :plain].transpose(0, 1), self._key, out=out[..., :rank].transpose(0, 1))
         out[..., rank:] = query[..., plain:]
         return out
 
     def values_of(self, sums: torch.Tensor) -> torch.Tensor:
         """See LatentHeads."""
-        return torch.bmm(sums.transpose(0, 1), self._value).transpose(0, 1)
+        out = sums.new_empty(*sums.shape[:2], self.sizes.width)
+        torch.bmm(sums.transpose(0, 1), self._value, out=out.transpose(0, 1))
+        return out

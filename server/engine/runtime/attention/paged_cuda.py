@@ -14,7 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
-from server.engine.runtime.attention.flashinfer.prefill import LONG_CHUNKS, FlashInferPrefill, load_in_background
+from server.engine.runtime.attention.flashinfer.prefill import (
+    LONG_CHUNKS,
+    FlashInferPrefill,
+    is_plain,
+    load_in_background,
+)
 from server.engine.runtime.attention.graph_backend import ROTARY_FROM, DecodeForm, GraphBackend, HostLayout
 from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
@@ -22,6 +27,8 @@ from server.engine.runtime.attention.kernels.decode.compiled_kernel import can_a
 from server.engine.runtime.attention.kernels.decode.trial import compile_forms, disagreement
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
+from server.engine.runtime.attention.latent import LatentHeads
+from server.engine.runtime.attention.latent_chunks import LongChunk, long_chunks
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.attention.whole_images import ImageQueries, attend_again, image_queries
 from server.engine.runtime.batch import Batch, Spans
@@ -67,8 +74,8 @@ class CudaBackend(GraphBackend):
         self._device = device
         self.scratch_block = num_blocks
         self._cache = [LayerCache.zeros(s, num_blocks + 1, block_size, cache_dtype, device) for s in shapes]
-        self._kinds = [Kind(s.heads, s.kv_heads, s.key_dim, o) for s, o in zip(shapes, options, strict=True)]
-        self._tokens_per_item = {kind: tokens_per_item(kind.heads, kind.kv_heads) for kind in self._kinds}
+        self._kinds = [Kind.of(shape, option) for shape, option in zip(shapes, options, strict=True)]
+        self._tokens_per_item = {kind: tokens_per_item(kind, device) for kind in self._kinds}
         self._split_keys = True
         # The kinds for which decode graphs attend by the compiled kernel, once it has been tried.
         self._compiled: Collection[Kind] = ()
@@ -83,17 +90,21 @@ class CudaBackend(GraphBackend):
         self._newest_only = False
         # Whether tokens of a decode graph may be of one sequence.
         self._shared = False
+        # A step of latents that may have long chunks, until its first layer attends; then these chunks.
+        self._batch: Batch | None = None
+        self._expanded: list[LongChunk] = []
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
 
     def begin(self, batch: Batch) -> None:
         singles = batch.num_single
         self._plan_singles(batch.spans, singles, singles)
-        chunks = {}
+        chunks: dict[int, tuple[torch.Tensor, int]] = {}
         if len(batch.spans) > singles:
-            for tokens, numbers in self._chunk_items(batch.spans, singles).items():
-                chunks[tokens] = numbers.to(self._device, non_blocking=True), len(numbers) - 1
+            chunks = self._chunk_launches(batch.spans, slice(singles, None))
         self._launches = _Launches(singles, chunks)
         self._write_to(batch.slots)
+        if all(kind.is_latent and is_plain(kind.options) for kind in self._kinds):
+            self._batch = batch
         if self._prefill is not None and batch.num_tokens - singles >= LONG_CHUNKS:
             self._long = self._prefill
             self._long.plan(batch.spans, singles)
@@ -112,10 +123,16 @@ class CudaBackend(GraphBackend):
         decode = self._decode_for(len(spans), int(spans.counts.max(initial=1)))
         decode.plan_singles(spans, singles, sequences)
 
-    def _chunk_items(self, spans: Spans, singles: int) -> dict[int, torch.Tensor]:
-        """chunk_items.layout() of all but the first singles spans, in pinned memory, by the tokens of an item."""
-        rest = slice(singles, None)
-        columns = spans.first_rows[rest], spans.lengths[rest], spans.starts[rest], spans.rows[rest]
+    def _chunk_launches(self, spans: Spans, places: slice | list[int]) -> dict[int, tuple[torch.Tensor, int]]:
+        """_Launches.chunks of the spans at these places."""
+        return {
+            tokens: (numbers.to(self._device, non_blocking=True), len(numbers) - 1)
+            for tokens, numbers in self._chunk_items(spans, places).items()
+        }
+
+    def _chunk_items(self, spans: Spans, places: slice | list[int]) -> dict[int, torch.Tensor]:
+        """chunk_items.layout() of the spans at these places, in pinned memory, by the tokens of an item."""
+        columns = spans.first_rows[places], spans.lengths[places], spans.starts[places], spans.rows[places]
         # A copy from memory that is not pinned would wait for the step that is running.
         return {
             tokens: torch.from_numpy(chunk_items.layout(*columns, tokens)).pin_memory()
@@ -182,7 +199,7 @@ class CudaBackend(GraphBackend):
         singles = int((spans.lengths == 1).sum())
         self._plan_singles(spans, singles, sequences)
         chunks = {}
-        for tokens, numbers in self._chunk_items(spans, singles).items():
+        for tokens, numbers in self._chunk_items(spans, slice(singles, None)).items():
             most = chunk_items.most_items(size, sequences, tokens)
             if tokens not in self._graph_chunks:
                 # The largest graph is captured first, and all sizes share its memory.
@@ -213,7 +230,7 @@ class CudaBackend(GraphBackend):
             self._write(cache, key, value)
         if self._newest_only:
             return decode.attend(cache, query, key, value, options, sinks=sinks, shared=shared)
-        out = query.new_empty(query.shape)
+        out = query.new_empty(*query.shape[:2], value.shape[2])
         launches = self._launches
         if launches.sequences:
             decode.attend(cache, query, key, value, options, sinks=sinks, sequences=launches.sequences, out=out)
@@ -226,11 +243,47 @@ class CudaBackend(GraphBackend):
         causal = self.windowed_images and options.window is None
         if self._image_queries and cache.scales is None and not causal:
             own = None if sinks is None else sinks.unsqueeze(-1)
-            pages = cache.data
+            pages, width = cache.data, value.shape[2]
             attend_again(
-                self._image_queries, lambda blocks: (pages[blocks, 0], pages[blocks, 1]), query, out, options, own
+                self._image_queries,
+                lambda blocks: (pages[blocks, 0], pages[blocks, -1, ..., :width]),
+                query,
+                out,
+                options,
+                own,
             )
         return out
+
+    def attend_latent(
+        self, layer: int, query: torch.Tensor, latent: torch.Tensor, heads: LatentHeads, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See AttentionBackend. Outside graphs long chunks attend over expanded keys and values."""
+        if self._batch is not None:
+            self._expand_long(self._batch, heads)
+        if not self._expanded:
+            return super().attend_latent(layer, query, latent, heads, options)
+        cache = self._cache[layer]
+        if self._launches.sequences or self._launches.chunks:
+            out = super().attend_latent(layer, query, latent, heads, options)
+        else:
+            self._write(cache, latent, latent)
+            out = query.new_empty(*query.shape[:2], heads.sizes.width)
+        for chunk in self._expanded:
+            chunk.attend(query, latent, cache.data, heads, options, out)
+        return out
+
+    def _expand_long(self, batch: Batch, heads: LatentHeads) -> None:
+        """Take the chunks that attend over expanded keys and values from those that the chunk kernel attends for."""
+        self._batch = None
+        if self._image_queries:
+            return
+        assert self._decode is not None
+        found = long_chunks(batch.spans, batch.num_single, heads, self._decode.tables.blocks)
+        if found:
+            self._expanded = list(found.values())
+            rest = [place for place in range(batch.num_single, len(batch.spans)) if place not in found]
+            chunks = self._chunk_launches(batch.spans, rest) if rest else {}
+            self._launches = _Launches(self._launches.sequences, chunks)
 
     def _write(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
         if cache.scales is None:
@@ -261,3 +314,4 @@ class CudaBackend(GraphBackend):
         self._slots = slots
         self._newest_only = self._shared = False
         self._long, self._image_queries = None, ()
+        self._batch, self._expanded = None, []

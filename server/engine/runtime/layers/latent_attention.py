@@ -13,8 +13,8 @@ from server.engine.runtime.attention.calls import LATENT_HEADS, active_backend
 from server.engine.runtime.attention.graph_backend import DecodeForm
 from server.engine.runtime.attention.latent import LatentHeads
 from server.engine.runtime.attention.rotary import RotaryEmbedding
-from server.engine.runtime.layers.norm import Norm, read_norm
-from server.engine.runtime.layers.projection import Projection, projection_of
+from server.engine.runtime.layers.norm import Norm, RmsNorm, read_norm
+from server.engine.runtime.layers.projection import JoinedProjection, Projection, joined, projection_of
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -26,11 +26,10 @@ class LatentAttention:
     layer: int
     """Its place among the layers that attend."""
     heads: LatentHeads
-    down: tuple[Projection, Norm] | None
-    """The projection to what queries are made of, and the norm of that; None: queries are made of the input."""
-    query: Projection
-    latent: Projection
-    """To a latent and the rotary columns of a key."""
+    inputs: JoinedProjection
+    """To queries or what they are made of, and to a latent with the rotary columns of a key."""
+    query: tuple[Norm, Projection] | None
+    """What makes queries of the first; None: it has them."""
     latent_norm: Norm
     output: Projection
     options: AttentionOptions
@@ -42,17 +41,32 @@ class LatentAttention:
     ) -> torch.Tensor:
         """residual + the output for norm(x), x [T, width]."""
         sizes = self.heads.sizes
-        y = x if norm is None else norm(x)
-        query = self.query(y) if self.down is None else self.query(self.down[0](y), self.down[1])
-        query = query.unflatten(-1, (sizes.heads, -1))
-        plain, key = self.latent(y).split([sizes.rank, query.shape[2] - sizes.plain], -1)
-        turned, key = query[..., sizes.plain :], key.unsqueeze(1)
-        if angles is not None:
-            turned, key = RotaryEmbedding(*angles, angle_step=self.angle_step).rotate(turned, key)
-            query = torch.cat((query[..., : sizes.plain], turned), -1)
-        latent = torch.cat((self.latent_norm(plain.contiguous()).unsqueeze(1), key), -1)
+        query, latent = self.inputs(x, norm)
+        if self.query is not None:
+            query = self.query[1](query, self.query[0])
+        query, latent = self._normalised_and_rotated(query.unflatten(-1, (sizes.heads, -1)), latent, angles)
         out = active_backend().attend_latent(self.layer, query, latent, self.heads, self.options)
         return self.output(out.flatten(1), residual=residual)
+
+    def _normalised_and_rotated(
+        self, query: torch.Tensor, latent: torch.Tensor, angles: Angles | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [T, heads, plain + rotary] rotated, latents [T, 1, rank + rotary] normalised and rotated."""
+        sizes, norm = self.heads.sizes, self.latent_norm
+        columns = query.shape[2] - sizes.plain
+        rotary = None if angles is None else RotaryEmbedding(*angles, angle_step=self.angle_step)
+        whole = rotary is not None and rotary.cos.shape[-1] == columns and columns & (columns - 1) == 0
+        if query.is_cuda and isinstance(norm, RmsNorm) and rotary is not None and whole:
+            # Triton is not installed without CUDA.
+            from server.engine.runtime.layers.latent_kernels import normalise_and_rotate
+
+            return query, normalise_and_rotate(query, latent, norm.weight, norm.eps, norm.offset, rotary)
+        plain, key = latent.split([sizes.rank, columns], -1)
+        turned, key = query[..., sizes.plain :], key.unsqueeze(1)
+        if rotary is not None:
+            turned, key = rotary.rotate(turned, key)
+            query = torch.cat((query[..., : sizes.plain], turned), -1)
+        return query, torch.cat((norm(plain.contiguous()).unsqueeze(1), key), -1)
 
     def form(self, sequences: int, dtype: torch.dtype) -> DecodeForm:
         """What it asks of the launch that attends in a decode graph, of which there are none."""
@@ -71,21 +85,22 @@ def read_latent_attention(module: nn.Module, index: int, options: AttentionOptio
     # A function that takes complex angles rotates neighbours, too.
     is_complex = hasattr(sys.modules[type(module).__module__], "apply_rotary_emb")
     children = dict(module.named_children())
-    down = None
-    names = {"q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
+    first, query = "q_proj", None
+    names = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
     if "q_a_proj" in children:
-        names = names - {"q_proj"} | {"q_a_proj", "q_a_layernorm", "q_b_proj"}
+        first = "q_a_proj"
+        names |= {"q_a_layernorm", "q_b_proj"}
+    names.add(first)
     own = [name for name, _ in module.named_parameters(recurse=False)]
     if set(children) != names or own:
         raise ValueError(f"has {', '.join([*children, *own])}")
-    if "q_a_proj" in children:
-        down = projection_of(children["q_a_proj"]), read_norm(children["q_a_layernorm"])
+    if first == "q_a_proj":
+        query = read_norm(children["q_a_layernorm"]), projection_of(children["q_b_proj"])
     return LatentAttention(
         index,
         heads,
-        down,
-        projection_of(children["q_proj" if down is None else "q_b_proj"]),
-        projection_of(children["kv_a_proj_with_mqa"]),
+        joined([children[first], children["kv_a_proj_with_mqa"]]),
+        query,
         read_norm(children["kv_a_layernorm"]),
         projection_of(children["o_proj"]),
         options,

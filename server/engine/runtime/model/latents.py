@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from server.engine.runtime.attention.calls import LATENT_HEADS, is_attending
-from server.engine.runtime.attention.factory import has_kernels
 from server.engine.runtime.attention.latent import DenseHeads, HeadSizes, LatentHeads
 from server.engine.runtime.attention.packed_heads import PackedHeads
 from server.engine.runtime.exchange import agreed
@@ -54,9 +53,6 @@ def _is_latent(module: Any) -> bool:
 
 def _unsuitable(module: Any) -> str | None:
     linear: nn.Module = module.kv_b_proj
-    key_dim = module.qk_nope_head_dim + module.qk_rope_head_dim
-    if module.kv_a_layernorm.weight.device.type == "cuda" and has_kernels(key_dim, module.v_head_dim):
-        return "there are CUDA kernels and graphs for its heads, and none for latents"
     plain = isinstance(linear, nn.Linear) and not isinstance(linear, Linear4bit)
     if not plain and not isinstance(linear, NF4Linear | CpuNF4Linear):
         # An adapter's factors come after this, from step to step.

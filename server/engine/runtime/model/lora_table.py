@@ -109,11 +109,11 @@ def _linears(parent: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, li
     """Yield a module's linear layers: the attributes whose projections are one GEMM, that GEMM's layer, and their sizes."""
     grouped: set[str] = set()
     for names in GROUPS:
-        first = getattr(parent, names[0], None)
-        if isinstance(first, GroupMember) and first.linear is not None:
-            sizes = [int(getattr(parent, name).out_features) for name in names]
+        members = [own for name in names if isinstance(own := getattr(parent, name, None), GroupMember)]
+        if len(members) == len(names):
+            assert members[0].linear is not None
             grouped |= set(names)
-            yield names, first.linear, sizes
+            yield names, members[0].linear, [member.out_features for member in members]
     for name, child in parent.named_children():
         plain = isinstance(child, NF4Linear | CpuNF4Linear | Linear4bit | nn.Linear)
         if plain and name not in grouped and not isinstance(parent, GroupMember | AdaptedLinear):

@@ -21,7 +21,14 @@ from server.checkpoint.packed import keeps_fp4
 from server.checkpoint.weight import WeightBuffers
 
 # Projections that one module of transformers' model code applies to one input, in the order in which it does so.
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"), ("w1", "w3"))
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("w1", "w3"),
+)
 
 
 class NF4Linear(WeightBuffers):

@@ -9,7 +9,6 @@ import torch
 from server.checkpoint.states import STATE_KINDS, attends, has_states, kinds_of_layers
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import LayerShape
-from server.engine.runtime.attention.factory import has_kernels
 from server.engine.runtime.attention.kernels.kv_cache import bytes_per_token, stored_dtype
 from server.engine.runtime.layers.delta_layout import MAX_LIVE_BYTES
 from server.engine.runtime.states.kinds import gated_delta, mamba2, short_convolution
@@ -45,9 +44,7 @@ def latent_bytes(text: Any, engine: EngineConfig) -> int:
 
 def keeps_latents(text: Any, engine: EngineConfig) -> bool:
     """Whether the cache on a GPU keeps latents (model/latents.py), as configurations tell it."""
-    if not getattr(text, "kv_lora_rank", None) or engine.lora_slots:
-        return False
-    return not has_kernels(text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim)
+    return bool(getattr(text, "kv_lora_rank", None)) and not engine.lora_slots
 
 
 def _attending(text: Any) -> list[str]:

@@ -106,7 +106,7 @@ def load_in_background(
 
     kinds: the layers'; those that FlashInfer takes are picked. None, with nothing begun, if there are none.
     """
-    plain = [kind for kind in dict.fromkeys(kinds) if is_plain(kind.options)]
+    plain = [kind for kind in dict.fromkeys(kinds) if is_plain(kind.options) and not kind.is_latent]
     if not plain or dtype not in (torch.bfloat16, torch.float16):
         return None
     if importlib.util.find_spec("flashinfer") is None:
@@ -163,7 +163,7 @@ def _try(prefill: FlashInferPrefill, kind: Kind, block_size: int, dtype: torch.d
     query = torch.randn(tokens, kind.heads, kind.dim, device=device).to(dtype)
     found, expected = torch.empty_like(query), torch.empty_like(query)
     columns = spans.first_rows, spans.lengths, spans.starts, spans.rows
-    items = chunk_items.layout(*columns, tokens_per_item(kind.heads, kind.kv_heads))
+    items = chunk_items.layout(*columns, tokens_per_item(kind, device))
     tables = torch.arange(blocks, dtype=torch.int32, device=device)[None]
     numbers = torch.from_numpy(items).to(device)
     attend_chunks(LayerCache(cache, None), query, expected, numbers, len(items) - 1, tables, kind.options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -10,21 +12,39 @@ from nf4_kernels.cuda.device import capability
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.kernels.chunk_items import FIELDS
 from server.engine.runtime.attention.kernels.key_tiles import LOG2_E, add_sinks, add_tile, cache_shape, load_tile
-from server.engine.runtime.attention.kernels.kv_cache import LayerCache
+from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 
-ROWS = 128
-"""Query rows of a thread block: tokens times the query heads that share a key head."""
-_TILE = 64
 _WARPS = 8
-_STAGES = 2
 
 
-def tokens_per_item(heads: int, kv_heads: int) -> int:
-    """Tokens that a thread block takes. Raises ValueError where more query heads share a key head than it has rows."""
-    tokens = ROWS // (heads // kv_heads)
-    if tokens == 0:
-        raise ValueError(f"{heads // kv_heads} query heads share a key head, and the kernel has {ROWS} rows")
-    return tokens
+@dataclass(frozen=True)
+class _Tiles:
+    """What a thread block has in shared memory and registers at a time."""
+
+    rows: int
+    """Query rows: tokens times the query heads of a group."""
+    keys: int
+    stages: int
+
+
+_TILES = _Tiles(128, 64, 2)
+_LATENT_TILES = _Tiles(32, 32, 2)
+# Where a thread block may have more than 99 KB of shared memory.
+_LARGE_LATENT_TILES = _Tiles(64, 64, 2)
+
+
+def _tiles(is_latent: bool, device: torch.device) -> _Tiles:
+    if not is_latent:
+        return _TILES
+    return _LARGE_LATENT_TILES if capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3)) else _LATENT_TILES
+
+
+def tokens_per_item(kind: Kind, device: torch.device) -> int:
+    """Tokens that a thread block takes. Raises ValueError where a group of query heads has more than it has rows."""
+    group, rows = kind.heads // kind.groups, _tiles(kind.is_latent, device).rows
+    if group > rows:
+        raise ValueError(f"{group} query heads share a key head, and the kernel has {rows} rows")
+    return rows // group
 
 
 def attend_chunks(
@@ -37,16 +57,16 @@ def attend_chunks(
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Write the attention of chunks' tokens into their rows of out [T, heads, dim], contiguous.
+    """Write the attention of chunks' tokens into their rows of out [T, heads, value_dim], contiguous.
 
-    query [T, heads, dim] of 16 bits, any strides with a contiguous last dimension. numbers int32, chunk_items.layout():
+    query [T, heads, key_dim] of 16 bits, any strides with a contiguous last dimension. numbers int32, chunk_items.layout():
     how many items there are, at most that many, and the items. tables int32 [any, blocks of the longest], contiguous: the
     rows that items name. sinks float32 [heads], see AttentionOptions.
     """
     heads = query.shape[1]
-    kv_heads = cache.data.shape[3]
+    groups, tiles = cache.groups(heads), _tiles(cache.is_latent, query.device)
     overlap = capability(query.device)[0] >= 9
-    _attend[(items, kv_heads)](
+    _attend[(items, groups)](
         cache.data,
         cache.data if cache.scales is None else cache.scales,
         query,
@@ -59,12 +79,12 @@ def attend_chunks(
         query if sinks is None else sinks,
         sinks is not None,
         options.window or 0,
-        heads // kv_heads,
-        cache_shape(cache.data),
+        heads // groups,
+        cache_shape(cache.data, groups),
         0.0 if options.softcap is None else options.softcap * LOG2_E,
-        ROWS,
-        _TILE,
-        _STAGES,
+        tiles.rows,
+        tiles.keys,
+        tiles.stages,
         FIELDS,
         overlap,
         num_warps=_WARPS,
@@ -106,13 +126,16 @@ def _attend(  # type: ignore[no-untyped-def]
     own = numbers + fields + item * fields
     row, count, start, blocks = tl.load(own), tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
     table = tables + blocks.to(tl.int64) * pitch
-    column, line = tl.arange(0, dim), tl.arange(0, rows)
+    column, line, second = tl.arange(0, dim), tl.arange(0, rows), tl.arange(0, shape.second)
     token, sharer = line // group, line % group
     real = token < count
     if overlap:
         tl.extra.cuda.gdc_wait()
     queries = query + (row + token).to(tl.int64) * query_token + (head * group + sharer) * query_head
     q = tl.load(queries[:, None] + column[None, :], mask=real[:, None], other=0.0)
+    q_rest = q
+    if shape.rest != 0:
+        q_rest = tl.load(queries[:, None] + dim + second[None, :], mask=real[:, None], other=0.0)
     newest = start + token
     end = start + count
     pages, own_scales = cache + head * shape.head_pitch, scales + head * shape.block_size
@@ -128,7 +151,7 @@ def _attend(  # type: ignore[no-untyped-def]
         for begin in tl.range(0, whole, tile, num_stages=stages):
             k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, begin, end, shape, tile)
             seen = inside[None, :]
-            acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, shape.limit)
+            acc, best, weight = add_tile(acc, best, weight, q, q_rest, k, v, k_scale, v_scale, seen, scale, cap, shape)
         first = whole
     for begin in tl.range(first, end, tile, num_stages=stages):
         k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, begin, end, shape, tile)
@@ -136,7 +159,7 @@ def _attend(  # type: ignore[no-untyped-def]
         seen = inside[None, :] & (at[None, :] <= newest[:, None])
         if window != 0:
             seen = seen & (at[None, :] > newest[:, None] - window)
-        acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, shape.limit)
+        acc, best, weight = add_tile(acc, best, weight, q, q_rest, k, v, k_scale, v_scale, seen, scale, cap, shape)
     if has_sinks:
         acc, best, weight = add_sinks(acc, best, weight, sinks + head * group + sharer, real)
     place = out + ((row + token).to(tl.int64) * (shape.kv_heads * group) + head * group + sharer) * dim

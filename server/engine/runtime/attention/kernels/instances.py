@@ -22,6 +22,9 @@ _TILE_8_BITS, _STAGES_8_BITS = 32, 3
 # does.
 _MOST_OF_SIXTEEN, _LONGEST_OF_SIXTEEN = 4 * 128, 128
 
+# Over latents, whose rows are 576 elements: tiles of a thread block in 99 KB of shared memory.
+_LATENT_TILE, _LATENT_STAGES, _LATENT_WARPS, _LATENT_COLUMNS = 32, 3, 4, 128
+
 
 class Shared(IntEnum):
     """How several tokens of a launch may be of one sequence, one after another."""
@@ -46,6 +49,9 @@ class CacheShape:
     """See key_tiles.quantization_limit()."""
     heads_first: bool = False
     """Whether a KV block's rows of one head lie beside one another; else those of one token do."""
+    rest: int = 0
+    """Of a cache of latents, elements of a token's row after the first dim, which are its value. All kv_heads, which are
+    groups of query heads, read the same row. 0: there are keys and values."""
 
     @property
     def half(self) -> int:
@@ -53,13 +59,32 @@ class CacheShape:
         return self.block_size * self.kv_heads * self.dim
 
     @property
+    def second(self) -> int:
+        """Elements that kernels load for a token and head after its first dim: its value, or the rest of its latent."""
+        return self.rest or self.dim
+
+    @property
+    def second_pitch(self) -> int:
+        """Elements from a token's row of a head to these."""
+        return self.dim if self.rest else self.half
+
+    @property
+    def block_pitch(self) -> int:
+        """Elements from a KV block to the next one."""
+        return self.block_size * (self.dim + self.rest) if self.rest else 2 * self.half
+
+    @property
     def token_pitch(self) -> int:
         """Elements from a token's row of a head to the next token's."""
+        if self.rest:
+            return self.dim + self.rest
         return self.dim if self.heads_first else self.kv_heads * self.dim
 
     @property
     def head_pitch(self) -> int:
         """Elements from a token's row of a head to its row of the next head."""
+        if self.rest:
+            return 0
         return self.block_size * self.dim if self.heads_first else self.dim
 
 
@@ -86,8 +111,11 @@ class DecodeInstance:
     """Whether the launch starts before the one in front has ended (programmatic dependent launch)."""
     shared: Shared
     """How several of the launch's tokens may be of one sequence."""
-    warps: int = 4
-    """Warps of a thread block."""
+
+    @property
+    def warps(self) -> int:
+        """Warps of a thread block."""
+        return _LATENT_WARPS if self.cache.rest else 4
 
     @property
     def few(self) -> int:
@@ -99,6 +127,11 @@ class DecodeInstance:
         """How many parts' sums the thread block that ends last loads at a time: each turn takes the latency of L2."""
         is_small = self.few * self.cache.dim <= _MOST_OF_SIXTEEN and self.cache.dim <= _LONGEST_OF_SIXTEEN
         return 16 if is_small else 8
+
+    @property
+    def reduced_columns(self) -> int:
+        """Columns of these sums that it loads at a time: those of latents would not fit in registers."""
+        return min(self.cache.dim, _LATENT_COLUMNS) if self.cache.rest else self.cache.dim
 
     @property
     def splits_tiles(self) -> bool:
@@ -113,11 +146,15 @@ class DecodeInstance:
     @property
     def tile(self) -> int:
         """Keys of a tile."""
+        if self.cache.rest:
+            return _LATENT_TILE
         return _TILE if self.splits_tiles or self.cache.limit == 0 else _TILE_8_BITS
 
     @property
     def stages(self) -> int:
         """Stages of the loop over tiles."""
+        if self.cache.rest:
+            return _LATENT_STAGES
         if not self.splits_tiles:
             return _STAGES if self.cache.limit == 0 else _STAGES_8_BITS
         return _STAGES_LEAN if self._lean else _STAGES_WIDE

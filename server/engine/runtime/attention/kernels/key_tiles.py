@@ -11,6 +11,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from server.engine.runtime.attention.kernels.instances import CacheShape
+from server.engine.runtime.attention.kernels.kv_cache import latent_value_dim
 
 LOG2_E = 1.4426950408889634
 
@@ -20,9 +21,12 @@ def quantization_limit(dtype: torch.dtype) -> float:
     return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}.get(dtype, 0.0)
 
 
-def cache_shape(data: torch.Tensor) -> CacheShape:
-    """The sizes of a layer's cache, LayerCache.data."""
-    _, _, block_size, kv_heads, dim = data.shape
+def cache_shape(data: torch.Tensor, groups: int = 1) -> CacheShape:
+    """The sizes of a layer's cache, LayerCache.data. groups: of query heads, if it holds latents."""
+    _, parts, block_size, kv_heads, dim = data.shape
+    if parts == 1:
+        first = latent_value_dim(dim)
+        return CacheShape(groups, first, block_size, 0.0, rest=dim - first)
     heads_first = data.stride(3) > data.stride(2)
     return CacheShape(kv_heads, dim, block_size, quantization_limit(data.dtype), heads_first)
 
@@ -39,16 +43,16 @@ def load_tile(  # type: ignore[no-untyped-def]
 ):
     """Load keys and values from begin on, zeros from end on; their scales; and which of them are in front of end.
 
-    pages, scales: the cache's data and scales, at the head. shape: a CacheShape.
+    pages, scales: the cache's data and scales, at the head. shape: a CacheShape. Of latents the first columns are in the
+    place of keys, and the others in that of values.
     """
     block_size: tl.constexpr = shape.block_size
     at = begin + tl.arange(0, tile)
     inside = at < end
     block = tl.load(table + at // block_size, mask=inside, other=0).to(tl.int64)
-    place = block * (2 * shape.half) + at % block_size * shape.token_pitch
-    data = pages + place[:, None] + tl.arange(0, shape.dim)[None, :]
-    k = tl.load(data, mask=inside[:, None], other=0.0)
-    v = tl.load(data + shape.half, mask=inside[:, None], other=0.0)
+    data = pages + (block * shape.block_pitch + at % block_size * shape.token_pitch)[:, None]
+    k = tl.load(data + tl.arange(0, shape.dim)[None, :], mask=inside[:, None], other=0.0)
+    v = tl.load(data + shape.second_pitch + tl.arange(0, shape.second)[None, :], mask=inside[:, None], other=0.0)
     if shape.limit == 0:
         return k, v, 1.0, 1.0, inside
     else:
@@ -60,10 +64,15 @@ def load_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def add_tile(  # type: ignore[no-untyped-def]
-    acc, best, weight, q, k, v, k_scale, v_scale, inside, scale, cap: tl.constexpr, limit: tl.constexpr
+    acc, best, weight, q, q_rest, k, v, k_scale, v_scale, inside, scale, cap: tl.constexpr, shape: tl.constexpr
 ):
-    """Add a tile of keys to the sums, greatest scores and sums of weights; inside: which of the keys each query sees."""
-    if limit == 0:
+    """Add a tile of keys to the sums, greatest scores and sums of weights; inside: which of the keys each query sees.
+
+    q_rest: columns of queries that meet the rest of latents. k, v: as load_tile() gives them.
+    """
+    if shape.rest != 0:
+        scores = scores_of(tl.dot(q, tl.trans(k), tl.dot(q_rest, tl.trans(v))), scale, cap)
+    elif shape.limit == 0:
         scores = scores_of(tl.dot(q, tl.trans(k)), scale, cap)
     else:
         scores = scores_of(tl.dot(q, tl.trans(_widened(k, q.dtype))) * k_scale[None, :], scale, cap)
@@ -71,7 +80,9 @@ def add_tile(  # type: ignore[no-untyped-def]
     higher = tl.maximum(tl.maximum(best, tl.max(scores, 1)), -1e38)
     shrink = tl.exp2(best - higher)
     p = tl.exp2(scores - higher[:, None])
-    if limit == 0:
+    if shape.rest != 0:
+        acc = tl.dot(p.to(k.dtype), k, acc * shrink[:, None])
+    elif shape.limit == 0:
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
     else:
         acc = tl.dot((p * v_scale[None, :]).to(q.dtype), _widened(v, q.dtype), acc * shrink[:, None])
@@ -110,29 +121,29 @@ def scores_of(dots, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
 def store_kv(  # type: ignore[no-untyped-def]
     pages,
     scales,
-    place,
+    slot,
     k,
     v,
     wanted,
     shape: tl.constexpr,
 ):
-    """Write a token's key and value of one head, [dim] each, into the cache at place if wanted.
+    """Write a token's key and value of one head, or both parts of its latent, into the cache at its slot if wanted.
 
-    place: the row among keys' and values' rows of all KV blocks. shape: a CacheShape.
+    k: [dim]. v: [second]. shape: a CacheShape.
     """
-    column = tl.arange(0, shape.dim)
-    own = pages + place // shape.block_size * shape.half + place % shape.block_size * shape.token_pitch + column
-    inside = (column < shape.dim) & wanted
+    column, second = tl.arange(0, shape.dim), tl.arange(0, shape.second)
+    own = pages + slot // shape.block_size * shape.block_pitch + slot % shape.block_size * shape.token_pitch
+    inside, second_inside = (column < shape.dim) & wanted, (second < shape.second) & wanted
     if shape.limit == 0:
-        tl.store(own, k, mask=inside)
-        tl.store(own + shape.half, v, mask=inside)
+        tl.store(own + column, k, mask=inside)
+        tl.store(own + shape.second_pitch + second, v, mask=second_inside)
     else:
         k, k_scale = _quantized(k, pages.dtype.element_ty, shape.limit)
         v, v_scale = _quantized(v, pages.dtype.element_ty, shape.limit)
-        tl.store(own, k, mask=inside)
-        tl.store(own + shape.half, v, mask=inside)
+        tl.store(own + column, k, mask=inside)
+        tl.store(own + shape.second_pitch + second, v, mask=second_inside)
         block: tl.constexpr = shape.block_size * shape.kv_heads
-        own_scales = scales + place // shape.block_size * block + place % shape.block_size
+        own_scales = scales + slot // shape.block_size * (2 * block) + slot % shape.block_size
         tl.store(own_scales, k_scale, mask=wanted)
         tl.store(own_scales + block, v_scale, mask=wanted)
 

@@ -15,9 +15,12 @@ def write_kv(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots:
 
     cache [blocks, 2, block_size, kv_heads, dim], as LayerCache.data; key and value [T, kv_heads, dim] of its dtype, any
     strides with a contiguous last dimension; slots int64 [T], on the same CUDA device. Where several tokens have the same
-    slot, any of them may be the one that stays.
+    slot, any of them may be the one that stays. Of latents value is not read.
     """
-    tokens, heads, dim = key.shape
+    tokens, heads, _ = key.shape
+    shape = cache_shape(cache)
+    if shape.rest:
+        value = key[..., shape.dim :]
     _write[(tokens,)](
         cache,
         key,
@@ -25,8 +28,8 @@ def write_kv(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots:
         slots,
         *key.stride()[:2],
         *value.stride()[:2],
-        cache_shape(cache),
-        triton.next_power_of_2(heads * dim),
+        shape,
+        triton.next_power_of_2(heads * shape.dim),
         overlap := capability(key.device)[0] >= 9,
         launch_pdl=overlap,
     )
@@ -56,11 +59,12 @@ def _write(  # type: ignore[no-untyped-def]
     inside = place < shape.kv_heads * shape.dim
     head, column = place // shape.dim, place % shape.dim
     block, offset = slot // shape.block_size, slot % shape.block_size
-    target = cache + block * (2 * shape.half) + offset * shape.token_pitch + head * shape.head_pitch + column
+    target = cache + block * shape.block_pitch + offset * shape.token_pitch + head * shape.head_pitch + column
+    second = inside & (column < shape.second)
     new_key = tl.load(key + token * key_token + head * key_head + column, mask=inside)
-    new_value = tl.load(value + token * value_token + head * value_head + column, mask=inside)
+    new_value = tl.load(value + token * value_token + head * value_head + column, mask=second)
     tl.store(target, new_key, mask=inside)
-    tl.store(target + shape.half, new_value, mask=inside)
+    tl.store(target + shape.second_pitch, new_value, mask=second)
 
 
 def quantize_kv(
@@ -107,5 +111,4 @@ def _quantize(  # type: ignore[no-untyped-def]
     column = tl.arange(0, shape.dim)
     k = tl.load(key + token * key_token + head * key_head + column)
     v = tl.load(value + token * value_token + head * value_head + column)
-    place = slot + slot // shape.block_size * shape.block_size
-    store_kv(cache + head * shape.head_pitch, scales + head * shape.block_size, place, k, v, True, shape)
+    store_kv(cache + head * shape.head_pitch, scales + head * shape.block_size, slot, k, v, True, shape)

@@ -175,9 +175,10 @@ class DecodeAttention:
         of_windows = [[kind for kind in kinds if kind.options.window == window] for window in windows]
         self._rooms = Rooms(
             processors,
-            [max(kind.kv_heads for kind in own) for own in of_windows],
+            [max(kind.groups for kind in own) for own in of_windows],
             [all(kind in compiled for kind in own) for own in of_windows],
             split,
+            any(kind.is_latent for kind in kinds),
         )
         sequences = max(largest, TRIAL_SEQUENCES)
         self._layouts = Layouts(windows)
@@ -188,9 +189,9 @@ class DecodeAttention:
         self.tables = DeviceTables(sequences, max(most_blocks, TRIAL_BLOCKS), scratch_block, device)
         self._partials = Partials(
             items,
-            max(kind.kv_heads for kind in kinds),
+            max(kind.groups for kind in kinds),
             max(kind.heads for kind in kinds),
-            max(kind.dim for kind in kinds),
+            max(kind.value_dim for kind in kinds),
             device,
         )
 

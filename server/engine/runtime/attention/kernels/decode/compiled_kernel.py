@@ -6,21 +6,31 @@ import torch
 
 from nf4_kernels.cuda import decode_attention as kernel
 from nf4_kernels.cuda.decode_attention import Instance
-from server.engine.runtime.attention.kernels.decode.key_parts import Room
+from server.engine.runtime.attention.kernels.decode.key_parts import PER_PROCESSOR, PER_PROCESSOR_LATENT, Room
 from server.engine.runtime.attention.kernels.kv_cache import Kind
 
 
 def can_attend(kind: Kind, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
     """Whether the compiled kernel computes the attention of layers of a kind, with a cache of dtype."""
     plain = kind.options.softcap is None and not kind.options.sinks
-    return plain and kernel.can_attend(device, dtype, block_size, kind.heads, kind.kv_heads, kind.dim)
+    return (
+        plain
+        and not kind.is_latent
+        and kernel.can_attend(device, dtype, block_size, kind.heads, kind.kv_heads, kind.dim)
+    )
 
 
 class Rooms:
     """The room of each window's launches, which goes by the kernel that attends and by how many sequences a step has."""
 
-    def __init__(self, processors: int, kv_heads: list[int], compiled: list[bool], split: bool) -> None:
-        """kv_heads, compiled: of each window's layers, the most key heads and whether the compiled kernel attends."""
+    def __init__(
+        self, processors: int, kv_heads: list[int], compiled: list[bool], split: bool, latent: bool = False
+    ) -> None:
+        """kv_heads, compiled: of each window's layers, the most key heads and whether the compiled kernel attends.
+
+        latent: whether layers keep latents; then kv_heads are groups of query heads.
+        """
+        self._per_processor = PER_PROCESSOR_LATENT if latent else PER_PROCESSOR
         self._processors, self._kv_heads, self._compiled, self._split = processors, kv_heads, compiled, split
         self._known: dict[tuple[int, bool, Instance | None], list[Room]] = {}
         self.form: Instance | None = None
@@ -56,6 +66,6 @@ class Rooms:
     def _room_by(self, kv_heads: int, per_processor: int | None) -> Room:
         """The room of a launch by the compiled kernel, with so many thread blocks a multiprocessor; None: by Triton's."""
         if per_processor is None:
-            return Room.of(self._processors, kv_heads)
+            return Room.of(self._processors, kv_heads, self._per_processor)
         room = Room.of(self._processors, kv_heads, per_processor)
         return Room(room.wave, min(room.spare, kernel.MOST_PARTS - 1))

@@ -19,6 +19,8 @@ The number of a part's keys is a multiple of it, except in a sequence's last par
 """
 PER_PROCESSOR = 4
 """Thread blocks of the Triton kernel that a multiprocessor runs at a time."""
+PER_PROCESSOR_LATENT = 2
+"""The same over latents."""
 _MOST_WAVES = 4
 
 

@@ -10,6 +10,11 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 def put_part(sums, weights, place, acc, best, weight, real, dim: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write a part's partial sums for its query heads at place."""
     tl.store(sums + place[:, None] * dim + tl.arange(0, dim)[None, :], acc, mask=real[:, None])
+    _put_weights(weights, place, best, weight, real)
+
+
+@triton.jit
+def _put_weights(weights, place, best, weight, real):  # type: ignore[no-untyped-def]
     tl.store(weights + place * 2, best, mask=real)
     tl.store(weights + place * 2 + 1, weight, mask=real)
 
@@ -69,11 +74,15 @@ def _end(  # type: ignore[no-untyped-def]
 ):
     """Reduce a sequence's groups where all others have ended, and write the result."""
     group: tl.constexpr = instance.group
+    dim: tl.constexpr = instance.cache.dim
+    width: tl.constexpr = instance.reduced_columns
+    tile_rows: tl.constexpr = instance.tile_rows
     if _is_last(arrived + first * instance.cache.kv_heads + head, groups):
         line = tl.arange(0, instance.few)
-        acc, _, weight = _reduced(sums, weights, first, groups, step, head, instance)
-        result = acc / tl.where(line < group, weight, 1.0)[:, None]
-        put_result(to_out, result, row, head, line, group, instance.cache.dim, instance.tile_rows)
+        for column in tl.range(0, dim, width):
+            acc, _, weight = _reduced(sums, weights, first, groups, step, head, column, instance)
+            result = acc / tl.where(line < group, weight, 1.0)[:, None]
+            put_columns(to_out, result, row, head, line, column, group, dim, width, tile_rows)
 
 
 @triton.jit
@@ -88,20 +97,33 @@ def _is_last(counter, count):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _reduce_group(sums, weights, first, parts, head, instance: tl.constexpr):  # type: ignore[no-untyped-def]
     """Put the sums of parts that follow one another in the place of the first of them."""
-    line = tl.arange(0, instance.few)
-    acc, best, weight = _reduced(sums, weights, first, parts, 1, head, instance)
+    few: tl.constexpr = instance.few
+    dim: tl.constexpr = instance.cache.dim
+    width: tl.constexpr = instance.reduced_columns
+    line = tl.arange(0, few)
+    real = line < instance.group
     place = (first * instance.cache.kv_heads + head) * instance.group + line
-    put_part(sums, weights, place, acc, best, weight, line < instance.group, instance.cache.dim)
+    to_sums = sums + place[:, None] * dim + tl.arange(0, width)[None, :]
+    best, weight = tl.zeros([few], tl.float32), tl.zeros([few], tl.float32)
+    for column in tl.range(0, dim, width):
+        acc, best, weight = _reduced(sums, weights, first, parts, 1, head, column, instance)
+        tl.store(to_sums + column, acc, mask=real[:, None])
+    if width != dim:
+        # All threads have read the first part's weights for the last time.
+        tl.debug_barrier()
+    _put_weights(weights, place, best, weight, real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _reduced(sums, weights, first, parts, step, head, instance: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums, greatest scores and sums of weights of every step-th part from first on together, in their order."""
+def _reduced(  # type: ignore[no-untyped-def]
+    sums, weights, first, parts, step, head, column, instance: tl.constexpr
+):
+    """Some columns' sums, greatest scores and sums of weights of every step-th part from first on, in their order."""
     group: tl.constexpr = instance.group
     dim: tl.constexpr = instance.cache.dim
     line = tl.arange(0, instance.few)
     place = (first * instance.cache.kv_heads + head) * group + line
-    sums += place[:, None] * dim + tl.arange(0, dim)[None, :]
+    sums += place[:, None] * dim + column + tl.arange(0, instance.reduced_columns)[None, :]
     weights += place * 2
     real = line < group
     pitch = step * instance.cache.kv_heads * group
@@ -133,7 +155,24 @@ def put_result(  # type: ignore[no-untyped-def]
     out, result, row, head, line, group: tl.constexpr, dim: tl.constexpr, tile_rows: tl.constexpr
 ):
     """Store result [len(line), dim] of those heads, tiled (reference.tile_activations) where tile_rows is not 0."""
-    result, column = result.to(out.dtype.element_ty), tl.arange(0, dim)[None, :]
+    put_columns(out, result, row, head, line, 0, group, dim, dim, tile_rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def put_columns(  # type: ignore[no-untyped-def]
+    out,
+    result,
+    row,
+    head,
+    line,
+    first,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+):
+    """Do as put_result() does with `width` columns of dim, from first on."""
+    result, column = result.to(out.dtype.element_ty), first + tl.arange(0, width)[None, :]
     if tile_rows == 0:
         place = out + line[:, None] * dim + column
     else:

@@ -21,7 +21,7 @@ _TOLERANCE = 0.02
 
 
 Tried = tuple[torch.Tensor, Kind, torch.Tensor | None]
-"""A layer's cache in 16 bits, [blocks, 2, block_size, kv_heads, dim], its kind, and its sinks."""
+"""A layer's cache in 16 bits, LayerCache.data, its kind, and its sinks."""
 
 
 def compile_forms(decode: DecodeAttention, layers: Sequence[Tried], forms: Collection[DecodeForm]) -> None:
@@ -44,7 +44,7 @@ def compile_forms(decode: DecodeAttention, layers: Sequence[Tried], forms: Colle
         partial(launch, layer, form)
         for layer in layers
         for form in wanted
-        if not form.tile or layer[1].heads * layer[1].dim % 256 == 0
+        if (not form.tile or layer[1].heads * layer[1].dim % 256 == 0) and not (form.rotary and layer[1].is_latent)
     ]
     side_by_side(launches, layers[0][0].device)
 
@@ -60,8 +60,7 @@ def disagreement(
     """Say how decode's outputs differ from the reference's by more than rounding; None where they do not.
 
     Tries each form of the kernel, a step without a rotary embedding and one with it, and with norms where norms says so.
-    cache is reference's for the layer, [blocks, 2, block_size, kv_heads, dim], which is left filled with zeros; its last
-    block is not used.
+    cache is reference's LayerCache.data for the layer, which is left filled with zeros; its last block is not used.
     """
     spans, slots = _steps(cache)
     # As chunks of one token each, which another kernel takes.
@@ -69,7 +68,8 @@ def disagreement(
     for form in decode.forms(kind):
         with decode.in_form(form):
             decode.plan(spans, len(spans))
-            for rotary in (None, _any_rotary(cache.new_empty(len(spans), kind.dim), norms)):
+            rotaries = [None] if kind.is_latent else [None, _any_rotary(cache.new_empty(len(spans), kind.dim), norms)]
+            for rotary in rotaries:
                 wrong = _disagreement_in(decode, reference, cache, layer, kind, spans, slots, rotary)
                 if wrong is not None:
                     return wrong if form is None else f"{wrong} ({form})"
@@ -107,6 +107,8 @@ def _disagreement_in(
         return torch.randn(len(spans), heads, kind.dim, dtype=cache.dtype, device=cache.device)
 
     query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
+    if kind.is_latent:
+        value = key[..., : kind.value_dim]
     used = int(spans.counts.sum())
     cache[:used].normal_()
     found = decode.attend(
@@ -118,7 +120,10 @@ def _disagreement_in(
     expected = reference.attend(layer, query, key, value, kind.options)
     cache[:used].zero_()
     rounding = 0.0 if rotary is None else _TOLERANCE
-    if not torch.equal(written[:, 1], value) or not relative_error(written[:, 0], key) <= rounding:
+    if (
+        not torch.equal(written[:, -1, :, : value.shape[2]], value)
+        or not relative_error(written[:, 0], key) <= rounding
+    ):
         return "other keys and values are in the cache"
     error = relative_error(found, expected)
     return None if error < _TOLERANCE else f"outputs are off by {error:.1e}"

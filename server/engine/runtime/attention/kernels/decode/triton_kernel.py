@@ -20,7 +20,7 @@ from server.engine.runtime.attention.kernels.key_tiles import (
     scores_of,
     store_kv,
 )
-from server.engine.runtime.attention.kernels.kv_cache import LayerCache
+from server.engine.runtime.attention.kernels.kv_cache import LayerCache, latent_value_dim
 from server.engine.runtime.attention.kernels.step_keys import add_rows
 from server.engine.runtime.attention.kernels.warp_tiles import (
     add_warp_tiles,
@@ -71,15 +71,23 @@ def attend_newest(
     is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that items name. query and key are
     rotated by rotary first. sinks float32 [heads], see AttentionOptions. out: where the result goes, contiguous; a new
     tensor if None. shared: whether several of the tokens may be of one sequence, one after another; Shared.IN_ROWS is for
-    caches in 16 bits, without rotary.
+    caches in 16 bits, without rotary. In a cache of latents key [T, 1, dim] holds them, value is its first columns, as many
+    as the result has, and rotary must be None.
     """
-    tokens, heads, dim = query.shape
+    tokens, heads, _ = query.shape
+    groups = cache.groups(heads)
+    if cache.is_latent:
+        # Every group of query heads reads the same key.
+        value = key[..., latent_value_dim(key.shape[2]) :]
+        strides = [(rows.stride(0), 0) for rows in (key, value)]
+    else:
+        strides = [(rows.stride(0), rows.stride(1)) for rows in (key, value)]
     # Without a rotary embedding the kernel reads none of these tensors.
     turned = RotaryEmbedding(query, query) if rotary is None else rotary
-    instance = _instance(cache, heads // key.shape[1], counted, tables, options, rotary, tile, sinks, shared)
+    instance = _instance(cache, heads, counted, tables, options, rotary, tile, sinks, shared)
     if out is None:
-        out = query.new_empty(result_shape(tokens, heads, dim, tile))
-    _attend[(items, key.shape[1])](
+        out = query.new_empty(result_shape(tokens, heads, instance.cache.dim, tile))
+    _attend[(items, groups)](
         cache.data,
         query,
         key,
@@ -91,7 +99,9 @@ def attend_newest(
         partials.sums,
         partials.weights,
         partials.arrived,
-        *(stride for rows in (query, key, value) for stride in rows.stride()[:2]),
+        *query.stride()[:2],
+        *strides[0],
+        *strides[1],
         options.scaling * LOG2_E,
         turned.cos,
         turned.sin,
@@ -110,7 +120,7 @@ def attend_newest(
 
 def _instance(
     cache: LayerCache,
-    group: int,
+    heads: int,
     counted: int,
     tables: torch.Tensor,
     options: AttentionOptions,
@@ -121,8 +131,8 @@ def _instance(
 ) -> DecodeInstance:
     """What the kernel is compiled for, see attend_newest()."""
     return DecodeInstance(
-        cache=cache_shape(cache.data),
-        group=group,
+        cache=cache_shape(cache.data, groups := cache.groups(heads)),
+        group=heads // groups,
         counted=counted,
         pitch=tables.shape[1],
         cap=0.0 if options.softcap is None else options.softcap * LOG2_E,
@@ -196,7 +206,10 @@ def _attend(  # type: ignore[no-untyped-def]
     own_key = key + row.to(tl.int64) * key_token + head * key_head
     q = tl.load(queries + column[None, :], mask=real[:, None], other=0.0)
     k_new = tl.load(own_key + column)
-    v_new = tl.load(value + row.to(tl.int64) * value_token + head * value_head + column)
+    v_new = tl.load(value + row.to(tl.int64) * value_token + head * value_head + tl.arange(0, shape.second))
+    q_rest = q
+    if shape.rest != 0:
+        q_rest = tl.load(queries + shape.dim + tl.arange(0, shape.rest)[None, :], mask=real[:, None], other=0.0)
     if instance.has_rotary:
         q_other = tl.load(queries + _swapped(shape.dim)[None, :], mask=real[:, None], other=0.0)
         k_other = tl.load(own_key + _swapped(shape.dim))[None, :]
@@ -206,17 +219,19 @@ def _attend(  # type: ignore[no-untyped-def]
         k_new = tl.reshape(_rotated(k_new[None, :], k_other, cos, sin, k_weights, eps, instance), [shape.dim])
     last = end > newest
     if instance.shared != _WRITTEN:
-        place = (
-            tl.load(table + newest // shape.block_size).to(tl.int64) * 2 * shape.block_size + newest % shape.block_size
-        )
-        store_kv(pages, own_scales, place, k_new, v_new, last, shape)
-    acc, best, weight = _first_sums(q, k_new, v_new, last, scale, instance)
-    acc, best, weight = _add_keys((acc, best, weight), q, tile, pages, own_scales, table, begin, old, scale, instance)
+        slot = tl.load(table + newest // shape.block_size).to(tl.int64) * shape.block_size + newest % shape.block_size
+        store_kv(pages, own_scales, slot, k_new, v_new, last, shape)
+    acc, best, weight = _first_sums(q, q_rest, k_new, v_new, last, scale, instance)
+    acc, best, weight = _add_keys(
+        (acc, best, weight), q, q_rest, tile, pages, own_scales, table, begin, old, scale, instance
+    )
     if instance.shared == _IN_ROWS:
         # Behind the cache's keys, since in front of them they would take registers while these are loaded.
         rows = key + head * key_head, value + head * value_head, key_token, value_token, row - newest
         near = tl.minimum(end, newest)
-        acc, best, weight = add_rows((acc, best, weight), q, rows, tl.maximum(begin, step), near, scale, instance)
+        acc, best, weight = add_rows(
+            (acc, best, weight), q, q_rest, rows, tl.maximum(begin, step), near, scale, instance
+        )
     if instance.has_sinks:
         places = sinks + head * instance.group + line
         acc, best, weight = add_sinks(acc, best, weight, places, real & (item == first))
@@ -236,7 +251,7 @@ def _first_tile(pages, scales, table, begin, end, instance: tl.constexpr):  # ty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_keys(  # type: ignore[no-untyped-def]
-    sums, q, tile, pages, scales, table, begin, end, scale, instance: tl.constexpr
+    sums, q, q_rest, tile, pages, scales, table, begin, end, scale, instance: tl.constexpr
 ):
     """Add keys [begin, end) to the sums, greatest scores and sums of weights; tile: the first of them, loaded."""
     shape: tl.constexpr = instance.cache
@@ -254,20 +269,24 @@ def _add_keys(  # type: ignore[no-untyped-def]
     else:
         acc, best, weight = sums
         seen = inside[None, :]
-        acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, shape.limit)
+        acc, best, weight = add_tile(acc, best, weight, q, q_rest, k, v, k_scale, v_scale, seen, scale, cap, shape)
         for start in tl.range(begin + step, end, step, num_stages=instance.stages):
             k, v, k_scale, v_scale, inside = load_tile(pages, scales, table, start, end, shape, step)
             seen = inside[None, :]
-            acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, shape.limit)
+            acc, best, weight = add_tile(acc, best, weight, q, q_rest, k, v, k_scale, v_scale, seen, scale, cap, shape)
         return acc, best, weight
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _first_sums(q, k, v, wanted, scale, instance: tl.constexpr):  # type: ignore[no-untyped-def]
+def _first_sums(q, q_rest, k, v, wanted, scale, instance: tl.constexpr):  # type: ignore[no-untyped-def]
     """Start the sums, greatest scores and sums of weights: with the new key where that is wanted, else with no key."""
     rows: tl.constexpr = instance.rows
     dim: tl.constexpr = instance.cache.dim
-    own = scores_of(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1), scale, instance.cap)
+    dots = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
+    if instance.cache.rest != 0:
+        dots += tl.sum(q_rest.to(tl.float32) * v.to(tl.float32)[None, :], 1)
+        v = k
+    own = scores_of(dots, scale, instance.cap)
     best = tl.where(wanted, own, -1e38)
     weight = tl.zeros([rows], tl.float32) + tl.where(wanted, 1.0, 0.0)
     acc = tl.zeros([rows, dim], tl.float32) + tl.where(wanted, v.to(tl.float32), 0.0)[None, :]
