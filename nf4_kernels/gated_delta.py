@@ -30,7 +30,7 @@ from torch import Tensor
 from nf4_kernels import gated_delta_torch
 from nf4_kernels.cpu import gated_delta as cpu_gated_delta
 from nf4_kernels.cuda import gated_delta as cuda_gated_delta
-from nf4_kernels.gated_delta_params import GatedDelta, Sequences
+from nf4_kernels.gated_delta_params import GatedDelta, Sequences, check_sequences, check_tensors
 from nf4_kernels.params import DTYPES
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -39,18 +39,13 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 def run(p: GatedDelta, sequences: Sequences) -> Tensor:
     """The results [T, Hv dv]; states are updated. ValueError, by name, for what does not fit together."""
     _check(p)
-    starts, has_state, count = sequences.query_start_loc, sequences.has_state, sequences.slots.shape[0]
-    _check_indices(slots=(sequences.slots, torch.int32, p.qkv.shape[0] if starts is None else count))
-    if starts is not None and has_state is not None:
-        _check_indices(query_start_loc=(starts, torch.int32, count + 1), has_state=(has_state, torch.bool, count))
-        sequences = Sequences(sequences.slots, starts.contiguous(), has_state.contiguous())
-    sequences = replace(sequences, slots=sequences.slots.contiguous())
+    check_sequences(sequences, p.qkv.shape[0])
     p = replace(p, a_log=p.a_log.contiguous(), dt_bias=p.dt_bias.contiguous())
     # Chunks need not cover all rows.
-    out = p.z.new_empty(p.z.shape) if starts is None else p.z.new_zeros(p.z.shape)
+    out = p.z.new_empty(p.z.shape) if sequences.query_start_loc is None else p.z.new_zeros(p.z.shape)
     if cpu_gated_delta.takes(p):
         cpu_gated_delta.run(p, sequences, out)
-    elif cuda_gated_delta.takes(p, count):
+    elif cuda_gated_delta.takes(p, len(sequences.slots)):
         cuda_gated_delta.run(p, sequences, out)
     else:
         out = gated_delta_torch.run(p, sequences)
@@ -68,46 +63,19 @@ def _check(p: GatedDelta) -> None:
     channels = 2 * p.num_key_heads * p.key_dim + heads * p.value_dim
     if heads % p.num_key_heads:
         raise ValueError(f"{heads} value heads are no multiple of {p.num_key_heads} key heads")
-    for name, shape in (
-        ("qkv", (tokens, channels)),
-        ("z", (tokens, heads * p.value_dim)),
-        ("a", (tokens, heads)),
-        ("b", (tokens, heads)),
-        ("conv_weight", (channels, taps)),
-        ("a_log", (heads,)),
-        ("dt_bias", (heads,)),
-        ("norm_weight", (p.value_dim,)),
-        ("conv_state", (p.state.shape[0], channels, taps - 1)),
-    ):
-        if tuple(getattr(p, name).shape) != shape:
-            raise ValueError(f"{name} must be {list(shape)}, got {list(getattr(p, name).shape)}")
-    _check_dtypes(p)
-
-
-def _check_dtypes(p: GatedDelta) -> None:
-    dtype = p.qkv.dtype
-    for name, allowed in (
-        ("qkv", tuple(DTYPES)),
-        ("z", (dtype,)),
-        ("a", (dtype,)),
-        ("b", (dtype,)),
-        ("conv_weight", (dtype, torch.float32)),
-        ("a_log", (torch.float32,)),
-        ("dt_bias", (torch.float32,)),
-        ("norm_weight", (dtype, torch.float32)),
-        ("conv_state", (dtype,)),
-        ("state", STATE_DTYPES),
-    ):
-        tensor: Tensor = getattr(p, name)
-        if tensor.dtype not in allowed:
-            raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {tensor.dtype}")
-    for name in ("conv_state", "state"):
-        pool: Tensor = getattr(p, name)
-        if pool.shape[0] and not pool[0].is_contiguous():
-            raise ValueError(f"a slot of {name} must be contiguous, got strides {list(pool.stride())}")
-
-
-def _check_indices(**tensors: tuple[Tensor, torch.dtype, int]) -> None:
-    for name, (tensor, dtype, count) in tensors.items():
-        if tensor.dtype is not dtype or tuple(tensor.shape) != (count,):
-            raise ValueError(f"{name} must be {dtype} [{count}], got {tensor.dtype} {list(tensor.shape)}")
+    dtype, parameters = p.qkv.dtype, (torch.float32,)
+    check_tensors(
+        p,
+        (
+            ("qkv", (tokens, channels), tuple(DTYPES)),
+            ("z", (tokens, heads * p.value_dim), (dtype,)),
+            ("a", (tokens, heads), (dtype,)),
+            ("b", (tokens, heads), (dtype,)),
+            ("conv_weight", (channels, taps), (dtype, torch.float32)),
+            ("a_log", (heads,), parameters),
+            ("dt_bias", (heads,), parameters),
+            ("norm_weight", (p.value_dim,), (dtype, torch.float32)),
+            ("conv_state", (p.state.shape[0], channels, taps - 1), (dtype,)),
+            ("state", tuple(p.state.shape), STATE_DTYPES),
+        ),
+    )

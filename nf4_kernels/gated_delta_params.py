@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nf4_kernels.params import DTYPES
@@ -67,6 +69,34 @@ class Sequences:
     slots: Tensor
     query_start_loc: Tensor | None = None
     has_state: Tensor | None = None
+
+
+Expected = tuple[str, tuple[int, ...], tuple[torch.dtype, ...]]
+"""A tensor's name, shape and permitted dtypes."""
+
+
+def check_tensors(p: object, expected: Iterable[Expected]) -> None:
+    """Raise ValueError by name for p's tensors that differ, and for pools whose slots are not contiguous. None fits."""
+    for name, shape, allowed in expected:
+        tensor: Tensor | None = getattr(p, name)
+        if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype not in allowed):
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{name} must be {' or '.join(map(str, allowed))} {list(shape)}, got {found}")
+    for name in ("conv_state", "state"):
+        pool: Tensor = getattr(p, name)
+        if pool.shape[0] and not pool[0].is_contiguous():
+            raise ValueError(f"a slot of {name} must be contiguous, got strides {list(pool.stride())}")
+
+
+def check_sequences(sequences: Sequences, tokens: int) -> None:
+    """Raise ValueError by name for indices of other shapes or dtypes, and for those that are not contiguous."""
+    starts, has_state, count = sequences.query_start_loc, sequences.has_state, len(sequences.slots)
+    expected = [("slots", sequences.slots, torch.int32, tokens if starts is None else count)]
+    if starts is not None and has_state is not None:
+        expected += [("query_start_loc", starts, torch.int32, count + 1), ("has_state", has_state, torch.bool, count)]
+    for name, tensor, dtype, size in expected:
+        if tensor.dtype is not dtype or tuple(tensor.shape) != (size,) or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous {dtype} [{size}], got {tensor.dtype} {list(tensor.shape)}")
 
 
 def struct_of(p: GatedDelta, sequences: Sequences, out: Tensor) -> Nf4GatedDelta:

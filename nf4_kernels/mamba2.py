@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nf4_kernels import mamba2_torch
 from nf4_kernels.cpu import mamba2 as cpu_mamba2
-from nf4_kernels.gated_delta_params import Sequences
+from nf4_kernels.gated_delta_params import Sequences, check_sequences, check_tensors
 from nf4_kernels.mamba2_params import Mamba2
 from nf4_kernels.params import DTYPES
 
@@ -36,7 +36,7 @@ from nf4_kernels.params import DTYPES
 def run(p: Mamba2, sequences: Sequences) -> Tensor:
     """The results [T, H P]; states are updated. ValueError, by name, for what does not fit together."""
     _check(p)
-    _check_sequences(sequences, p.xbc.shape[0])
+    check_sequences(sequences, p.xbc.shape[0])
     if not cpu_mamba2.takes(p):
         return mamba2_torch.run(p, sequences)
     starts = sequences.query_start_loc
@@ -57,7 +57,7 @@ def _check(p: Mamba2) -> None:
             raise ValueError(f"{name} is {count}, which does not divide {total}")
     tokens, (channels, taps) = p.xbc.shape[0], p.conv_weight.shape
     dtype, parameters = p.xbc.dtype, (torch.float32,)
-    for name, shape, allowed in (
+    expected = (
         ("xbc", (tokens, p.width + 2 * p.groups * p.state_dim), tuple(DTYPES)),
         ("z", (tokens, p.width), (dtype,)),
         ("dt", (tokens, p.heads), (dtype,)),
@@ -69,26 +69,9 @@ def _check(p: Mamba2) -> None:
         ("norm_weight", (p.width,), parameters),
         ("conv_state", (p.state.shape[0], channels, taps - 1), (dtype,)),
         ("state", tuple(p.state.shape), parameters),
-    ):
+    )
+    check_tensors(p, expected)
+    for name, _, allowed in expected:
         tensor: Tensor | None = getattr(p, name)
-        if tensor is None and name in ("conv_bias", "norm_weight"):
-            continue
-        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype not in allowed:
-            found = None if tensor is None else (tensor.dtype, list(tensor.shape))
-            raise ValueError(f"{name} must be {' or '.join(map(str, allowed))} {list(shape)}, got {found}")
-        if allowed is parameters and name != "state" and not tensor.is_contiguous():
+        if allowed is parameters and name != "state" and tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
-    for name in ("conv_state", "state"):
-        pool: Tensor = getattr(p, name)
-        if pool.shape[0] and not pool[0].is_contiguous():
-            raise ValueError(f"a slot of {name} must be contiguous, got strides {list(pool.stride())}")
-
-
-def _check_sequences(sequences: Sequences, tokens: int) -> None:
-    starts, has_state, count = sequences.query_start_loc, sequences.has_state, len(sequences.slots)
-    expected = [("slots", sequences.slots, torch.int32, tokens if starts is None else count)]
-    if starts is not None and has_state is not None:
-        expected += [("query_start_loc", starts, torch.int32, count + 1), ("has_state", has_state, torch.bool, count)]
-    for name, tensor, dtype, size in expected:
-        if tensor.dtype is not dtype or tuple(tensor.shape) != (size,) or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous {dtype} [{size}], got {tensor.dtype} {list(tensor.shape)}")
