@@ -144,7 +144,7 @@ def _name(weight: Weight) -> str:
 
 
 def kept() -> dict[str, Times]:
-    """What the cache has for the current device, driver and kernels: nothing if NF4_TUNE is off."""
+    """Read the cache for the current device, driver and kernels: nothing if NF4_TUNE is off."""
     if _is_off():
         return {}
     try:

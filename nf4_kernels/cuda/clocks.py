@@ -23,6 +23,6 @@ def stop_clock(device: torch.device) -> None:
 
 
 def clock_words(device: torch.device, kind: str) -> tuple[int | None, bool]:
-    """Where a launch of that kind leaves its time, None if no clock runs; whether its decoding is timed, too."""
+    """Place at which a launch of that kind leaves its time, None if no clock runs; whether its decoding is timed, too."""
     clock = _clocks.get(device.index or 0) if _clocks else None
     return (None, False) if clock is None else clock.take(kind)

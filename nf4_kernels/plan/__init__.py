@@ -1,4 +1,4 @@
-"""Which kernel computes a GEMM, as a pure function: (m, n, k, arch) -> a choice that prints itself.
+"""Choice of the kernel that computes a GEMM, as a pure function: (m, n, k, arch) -> a choice that prints itself.
 
     >>> print(plan(8, 25600, 5120, 90, 132))
     rows: 8 warps x 10 blocks, 8 tokens, 3 stages, k in 1 part of 80 blocks, grid 132

@@ -26,7 +26,7 @@ Options = Iterable[tuple[Launch, float]]
 
 
 def shape_name(n: int, k: int, blocksize: int, nested: bool) -> str:
-    """What measured times call a weight [n, k]."""
+    """Name of a weight [n, k] in measured times."""
     return f"{n} x {k}, {'nested ' if nested else ''}blocks of {blocksize}"
 
 
@@ -63,5 +63,5 @@ def measured_choice(m: int, times: Times, options_of: Callable[[int], Options]) 
 
 
 def _instance(launch: Launch) -> tuple[object, ...]:
-    """What is compiled for a launch: its kernel, and the fields that come first."""
+    """Compiled instance of a launch: its kernel, and the fields that come first."""
     return type(launch), *dataclasses.astuple(launch)[:2]

@@ -1,4 +1,4 @@
-"""What an engine does with measured times of launches: on GPUs alone, as rank 0 says, not with batch_invariant."""
+"""Use of measured times of launches by an engine: on GPUs alone, as rank 0 says, not with batch_invariant."""
 
 from __future__ import annotations
 

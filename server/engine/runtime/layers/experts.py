@@ -133,7 +133,7 @@ def _route(
     normalised: bool,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What SigmoidRouter computes; without a bias what SoftmaxRouter does, in float32."""
+    """Compute SigmoidRouter's result; without a bias SoftmaxRouter's, in float32."""
     if x.is_cuda:
         # Triton is not installed without CUDA.
         from server.engine.runtime.layers.router_kernels import route

@@ -29,7 +29,7 @@ class LatentAttention:
     inputs: JoinedProjection
     """To queries or what they are made of, and to a latent with the rotary columns of a key."""
     query: tuple[Norm, Projection] | None
-    """What makes queries of the first; None: it has them."""
+    """Projection that makes queries of the first; None: it has them."""
     latent_norm: Norm
     output: Projection
     options: AttentionOptions
@@ -69,7 +69,7 @@ class LatentAttention:
         return query, torch.cat((norm(plain.contiguous()).unsqueeze(1), key), -1)
 
     def form(self, sequences: int, dtype: torch.dtype) -> DecodeForm:
-        """What it asks of the launch that attends in a decode graph, of which there are none."""
+        """Form that it asks of the launch that attends in a decode graph, of which there are none."""
         return DecodeForm(False, False, 0)
 
 

@@ -1,4 +1,4 @@
-"""What the Triton attention kernels share: tiles of keys and values from the paged cache, and their part of a softmax.
+"""Common parts of the Triton attention kernels: tiles of keys and values from the paged cache, and their part of a softmax.
 
 A cache in 8 bits has a float32 scale for each token and key head, of the key and of the value. Scores are multiplied by the
 keys' scales, and probabilities by the values', so that the tiles enter the matrix multiplications as they are.

@@ -95,7 +95,7 @@ class _Kept:
     """The layout of a step of one window of all keys, for lengths that have the same parts."""
 
     key: tuple[bytes, bytes]
-    """How many SMALLEST_PARTs each sequence's keys take, and its row of the block tables."""
+    """Number of SMALLEST_PARTs that each sequence's keys take, and its row of the block tables."""
     numbers: npt.NDArray[np.int32]
     columns: npt.NDArray[np.int32]
     """The items in numbers, [items, FIELDS]."""

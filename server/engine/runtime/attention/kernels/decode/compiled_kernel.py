@@ -1,4 +1,4 @@
-"""Where nf4_kernels' compiled kernel attends in decode steps, and the room that a step has by the kernel that attends."""
+"""Use of nf4_kernels' compiled kernel in decode steps, and the room that a step has by the kernel that attends."""
 
 from __future__ import annotations
 

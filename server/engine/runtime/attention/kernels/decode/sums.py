@@ -143,7 +143,7 @@ def _reduced(  # type: ignore[no-untyped-def]
 def result_row(  # type: ignore[no-untyped-def]
     out, row, head, kv_heads: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, tile_rows: tl.constexpr
 ):
-    """Where put_result() starts from, for a token's query heads that share a key head."""
+    """Start of put_result(), for a token's query heads that share a key head."""
     if tile_rows == 0:
         return out + (row.to(tl.int64) * kv_heads + head) * group * dim
     else:
@@ -220,6 +220,6 @@ def _eight_parts(sums, weights, part, parts, real, pitch, dim: tl.constexpr):  #
 
 @triton.jit
 def _eight_as_one(eight):  # type: ignore[no-untyped-def]
-    """What _eight_parts() has loaded, reduced."""
+    """Reduce what _eight_parts() has loaded."""
     first = both(both(eight[0], eight[1]), both(eight[2], eight[3]))
     return both(first, both(both(eight[4], eight[5]), both(eight[6], eight[7])))

@@ -1,4 +1,4 @@
-"""What is done with the decode kernel before graphs are captured: it is compiled, and tried beside another backend."""
+"""Preparation of the decode kernel before graphs are captured: it is compiled, and compared with another backend."""
 
 from __future__ import annotations
 

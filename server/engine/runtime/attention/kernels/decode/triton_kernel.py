@@ -129,7 +129,7 @@ def _instance(
     sinks: torch.Tensor | None,
     shared: Shared,
 ) -> DecodeInstance:
-    """What the kernel is compiled for, see attend_newest()."""
+    """Form that the kernel is compiled for, see attend_newest()."""
     return DecodeInstance(
         cache=cache_shape(cache.data, groups := cache.groups(heads)),
         group=heads // groups,
