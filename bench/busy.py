@@ -19,6 +19,7 @@ from typing import get_args
 
 import torch
 
+import nf4_kernels
 from bench.e2e import engine_speed
 from bench.e2e.results import Row
 from bench.machine import current_commit, gpu_in_file_names, versions
@@ -52,6 +53,7 @@ def rows_of(model: str, dtype: KVCacheDtype, options: argparse.Namespace) -> lis
         max_model_len=max(length for _, length in [*options.decode, *options.prefill]) + 2 * ANSWER,
         kv_cache_bytes=options.kv_gib * 2**30,
         kv_cache_dtype=dtype,
+        dtype=options.dtype,
     )
     started = time.perf_counter()
     runner = load_runner(MODELS / model, config, lambda part, share: None)
@@ -97,6 +99,7 @@ def main() -> int:
     parser.add_argument(
         "--kv", nargs="+", default=["auto"], choices=get_args(KVCacheDtype), help="forms of the KV cache"
     )
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16"], help="of activations")
     parser.add_argument("--kv-gib", type=int, default=40)
     parser.add_argument("--budget", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--out", type=Path, help="the file that rows go to")
@@ -115,8 +118,8 @@ def main() -> int:
     rows = [{**row, "commit": commit} for row in rows]
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     what = f"random weights, {ANSWER} tokens out; ours_tok_s from the 16th token to the last, step_ms the median step"
-    state = {"device": device, "commit": commit, "versions": versions(), "what": what}
-    path.write_text(json.dumps({**state, "rows": rows, "before": before}, indent=1) + "\n")
+    state = {"device": device, "kernels": nf4_kernels.capabilities()["cuda"], "commit": commit, "versions": versions()}
+    path.write_text(json.dumps({**state, "what": what, "rows": rows, "before": before}, indent=1) + "\n")
     return 0
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nf4_kernels import cpu, cuda, ops
+from nf4_kernels.cuda.device import capability
 from nf4_kernels.cuda.weight_order import prefetch_next
 from nf4_kernels.format import Weight
 
@@ -84,8 +85,9 @@ def capabilities() -> dict[str, str]:
 
 
 def _gpu() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor} ({torch.cuda.get_device_name()})"
+    own, posed = torch.cuda.get_device_capability(), capability(torch.device("cuda"))
+    name = torch.cuda.get_device_name()
+    return f"sm_{posed[0]}{posed[1]} ({name if posed == own else f'{name}, posing'})"
 
 
 _registered = ops  # imported because it registers torch.ops.nf4

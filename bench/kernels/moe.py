@@ -27,6 +27,7 @@ from bench.kernels.measure import BLOCKSIZE, random_weight
 from bench.machine import current_commit
 from nf4_kernels import Weight, cuda, reference
 from nf4_kernels.cuda import moe as cuda_moe
+from nf4_kernels.cuda.device import arch
 from nf4_kernels.plan.moe import GROUP, MoePlan, MoeWarps, MoeWgmma, moe_candidates
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -172,11 +173,10 @@ def measure_call(bench: Bench, call: Call, tokens: int) -> dict[str, Any]:
     """Times of every sensible launch of one GEMM. RuntimeError where two results differ."""
     (count, n, k), top_k = call.weight.shape, call.experts.shape[1]
     processors = torch.cuda.get_device_properties(call.x.device).multi_processor_count
-    major, minor = torch.cuda.get_device_capability(call.x.device)
-    arch, gated, routed = 10 * major + minor, call.activation is not None, call.routing is not None
+    own, gated, routed = arch(call.x.device), call.activation is not None, call.routing is not None
     each = call.experts.numel() / int(call.experts.unique().numel())
     chosen = cuda_moe.plan_on(call.x.device, tokens, top_k, call.weight.shape, BLOCKSIZE, True, gated, routed)
-    every = moe_candidates(tokens, top_k, count, n, k, arch, processors, True, gated, routed)
+    every = moe_candidates(tokens, top_k, count, n, k, own, processors, True, gated, routed)
     plans = [plan for plan in every if plan == chosen or sensible(plan, tokens, each)]
     first = call.run(plans[0]).double()
     for plan in plans[1:]:

@@ -12,7 +12,8 @@ def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability (major, minor) of a CUDA device of this machine, as every choice of kernels sees it.
 
     NF4_POSE_AS=86 names another one, which must not be above the device's own: everything then runs as on such a GPU,
-    except for bandwidth and the number of multiprocessors. The library must have been built for it.
+    except for bandwidth, the number of multiprocessors and cuBLAS. The library must have been built for it; Triton's kernels
+    are compiled for it.
     Raises ValueError for a value that is no capability, and for one above the device's.
     """
     own, posed = torch.cuda.get_device_capability(device), _posed()
@@ -41,4 +42,6 @@ def _posed() -> tuple[int, int] | None:
         return None
     if not value.isdecimal() or len(value) < 2:
         raise ValueError(f"NF4_POSE_AS={value} is no compute capability such as 86")
+    # Triton translates what it has compiled for that capability for the device's own.
+    os.environ.setdefault("TRITON_OVERRIDE_ARCH", f"sm{value}")
     return int(value[:-1]), int(value[-1])

@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from nf4_kernels.cuda.device import capability
 from nf4_kernels.reference import untile_activations
 from server.engine.runtime.attention import paged_cuda
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
@@ -202,7 +203,7 @@ def shuffled(lengths: list[int]) -> tuple[list[Span], int]:
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the compiled kernel is Hopper's"
+    torch.cuda.is_available() and capability(DEVICE) != (9, 0), reason="the compiled kernel is Hopper's"
 )
 def test_a_decode_kernel_that_differs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nf4_kernels import Weight, cuda, reference
+from nf4_kernels.cuda.device import capability
 from nf4_kernels.plan import Wgmma
 
 ON_GPU = [
@@ -15,7 +16,7 @@ ON_GPU = [
     pytest.mark.skipif(cuda.load_error() is not None, reason=f"CUDA kernels: {cuda.load_error()}"),
 ]
 HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper's wgmma"
+    not torch.cuda.is_available() or capability(torch.device("cuda")) != (9, 0), reason="needs Hopper's wgmma"
 )
 DEVICE = torch.device("cuda")
 # bfloat16 and float16: rounding of codes and outputs; far above it lies any wrong index.

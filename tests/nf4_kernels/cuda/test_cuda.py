@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nf4_kernels import cuda, reference
-from nf4_kernels.cuda import launches
+from nf4_kernels.cuda import device, launches
 from nf4_kernels.cuda.workspace import workspace_on
 from nf4_kernels.plan import WGMMA_INSTANCES, rows_candidates
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, HOPPER, ON_GPU, TOLERANCE, random_weight, relative_error, split
@@ -102,7 +102,7 @@ def test_every_rows_instance_however_its_work_is_split(
 ) -> None:
     """Runs that begin and end within a row group, parts that do not fill their block, in one block or several."""
     w = random_weight(n, k, 64, nested, offsets=nested)
-    exact, own = w.exact(), 10 * torch.cuda.get_device_capability()[0]
+    exact, own = w.exact(), device.arch(DEVICE)
     for arch in (own, LITTLE_SHARED_MEMORY):
         for tiles, m in ((1, 1), (1, 2), (1, 7), (2, 13), (4, 32)):
             for choice in rows_candidates(n, k, tiles, arch, multiprocessors, nested):

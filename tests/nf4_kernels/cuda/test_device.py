@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,8 @@ HOPPER = torch.device("cuda", 0)
 def own_capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU of capability 9.0, and nothing remembered of the environment."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "")  # so that it is put back
+    monkeypatch.delenv("TRITON_OVERRIDE_ARCH")
     device._posed.cache_clear()
     yield
     device._posed.cache_clear()
@@ -32,6 +35,7 @@ def test_a_gpu_poses_as_an_older_one(value: str, capability: tuple[int, int], mo
     monkeypatch.setenv("NF4_POSE_AS", value)
     assert device.capability(HOPPER) == capability
     assert device.arch(HOPPER) == int(value)
+    assert os.environ["TRITON_OVERRIDE_ARCH"] == f"sm{value}"
 
 
 @pytest.mark.parametrize("value", ["120", "8.6", "6", "", "sm_86"])

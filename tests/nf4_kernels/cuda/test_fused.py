@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nf4_kernels import cuda, ops, reference
-from nf4_kernels.cuda import launches
+from nf4_kernels.cuda import device, launches
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, plan, rows_candidates
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, HOPPER, TOLERANCE, Random, gpu, random_weight, split
 from tests.nf4_kernels.weights import is_close, quantized
@@ -91,7 +91,7 @@ def test_any_shape(n: int, k: int, nested: bool) -> None:
 @pytest.mark.parametrize(("n", "k"), [(200, 8192), (136, 3072), (90, 5376), (7, 1024)])
 def test_every_rows_instance(n: int, k: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     w = random_weight(n, k, 64, nested, offsets=nested)
-    own = 10 * torch.cuda.get_device_capability()[0]
+    own = device.arch(DEVICE)
     for arch in (own, 89):
         for tiles, m in ((1, 1), (1, 7), (2, 13), (4, 32)):
             for choice in rows_candidates(n, k, tiles, arch, 9, nested):

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from nf4_kernels import Weight, reference
 from nf4_kernels.cuda import moe as cuda_moe
+from nf4_kernels.cuda.device import arch
 from nf4_kernels.params import EXPERT_ACTIVATIONS
 from nf4_kernels.plan.moe import MoePlan, moe_candidates
 from nf4_kernels.plan.moe_rows import MOE_BOXED, MoeRows, copies_boxes
@@ -32,8 +33,7 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 def device() -> tuple[int, int]:
     """Compute capability (10 * major + minor) and multiprocessors."""
-    properties = torch.cuda.get_device_properties(DEVICE)
-    return 10 * properties.major + properties.minor, properties.multi_processor_count
+    return arch(DEVICE), torch.cuda.get_device_properties(DEVICE).multi_processor_count
 
 
 def random_experts(
@@ -109,14 +109,9 @@ def check(
         # The weight of a choice whose expert does not exist counts for nothing.
         routing[(experts < 0) | (experts >= count)] = torch.nan
     if plans is None:
-        capability, processors = (
-            torch.cuda.get_device_capability(),
-            torch.cuda.get_device_properties(0).multi_processor_count,
-        )
-        arch = 10 * capability[0] + capability[1]
         nested = weight.absmax_8bit is not None
         routed = routing is not None
-        plans = moe_candidates(tokens, top_k, count, n, k, arch, processors, nested, gated, routed, weight.blocksize)
+        plans = moe_candidates(tokens, top_k, count, n, k, *device(), nested, gated, routed, weight.blocksize)
     # Rounding the weights to bfloat16 alone gives one in a thousand results of 40 values an error of 0.0067 and more.
     tolerance = TOLERANCE[dtype] * (2 if wanted.numel() < 256 else 1)
     for plan in plans:

@@ -12,6 +12,7 @@ import torch
 
 from nf4_kernels import Weight, cuda, prefetch_next, reference
 from nf4_kernels.cuda import launches
+from nf4_kernels.cuda.device import arch
 from nf4_kernels.format import nested_groups
 from nf4_kernels.plan import WGMMA_INSTANCES, Dequantize, rows_candidates
 from tests.nf4_kernels.cuda.cuda_weights import (
@@ -89,10 +90,9 @@ def test_any_number_of_tokens(n: int, k: int, around: tuple[int, int]) -> None:
 def test_every_rows_instance_however_its_work_is_split(
     n: int, k: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arch = 10 * torch.cuda.get_device_capability()[0]
     for w in (part_of_k(n, k, 128, 384), part_of_k(n, k, 1, 2), part_of_n(n, k, 7), part_of_k(n, k, 3, 9, 128)):
         for tiles, m in ((1, 1), (1, 7), (2, 13), (4, 32)):
-            for choice in rows_candidates(n, k, tiles, arch, multiprocessors, True):
+            for choice in rows_candidates(n, k, tiles, arch(DEVICE), multiprocessors, True):
                 monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
                 x = torch.randn(m, k, device=DEVICE, dtype=BFLOAT16)
                 torch.full((m, n), float("nan"), device=DEVICE, dtype=BFLOAT16)
