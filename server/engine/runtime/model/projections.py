@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from nf4_kernels import ops
 from nf4_kernels.format import NESTED_BLOCKSIZE, Weight, block_scales, second_level
+from server.checkpoint.experts.module import StackedWeight
 from server.checkpoint.packed import keeps_fp4
 from server.checkpoint.weight import WeightBuffers
 
@@ -126,21 +127,53 @@ class GroupMember(nn.Module):
 def replace_projections(model: nn.Module) -> int:
     """Put every Linear4bit of model on the nf4 op in place, grouped where GROUPS says; returns how many there were.
 
-    Layers that are neither NF4 nor, on CPU, FP4, or nested otherwise than in blocks of 256, stay bitsandbytes' own.
+    Layers that are neither NF4 nor, on CPU, FP4, or nested otherwise than in blocks of 256, stay bitsandbytes' own. On a
+    GPU all weights in NF4 move, those of experts, too.
     """
-    count = 0
-    for parent in list(model.modules()):
+    return sum(_replace_in(block) for block in list(_blocks(model))) + _replace_in(model, moves=False)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of a module's lists of modules, such as decoder layers, in their order."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _blocks(child)
+
+
+def _replace_in(block: nn.Module, moves: bool = True) -> int:
+    """Do as replace_projections() does in a part of the model.
+
+    moves: on a GPU joined weights would leave holes where their parts lay, which the allocator gives back in whole pages of
+    20 MiB only. So all of a block's weights move before any is freed, to where those of the block before lay.
+    """
+    replaced: list[Linear4bit] = []
+    kept = []
+    for parent in list(block.modules()):
         _expand_read_weights(parent)
         for names in GROUPS:
             layers = [getattr(parent, name, None) for name in names]
             if all(isinstance(layer, Linear4bit) and _is_ours(layer) for layer in layers) and _fit(layers):
                 _group(parent, names, layers)
-                count += len(layers)
+                replaced += layers
         for name, child in list(parent.named_children()):
-            if isinstance(child, Linear4bit) and _is_ours(child):
-                setattr(parent, name, NF4Linear.of(child))
-                count += 1
-    return count
+            linear = NF4Linear.of(child) if isinstance(child, Linear4bit) and _is_ours(child) else None
+            if linear is not None:
+                setattr(parent, name, linear)
+                replaced.append(child)
+            if moves and isinstance(weight := linear or child, NF4Linear | StackedWeight):
+                kept.append(_move(weight))
+    for layer in replaced:
+        # bitsandbytes' parameters are part of reference cycles. The garbage collector would free them too late: they are
+        # two thirds of a model.
+        layer._parameters.clear()
+    return len(replaced)
+
+
+def _move(module: WeightBuffers) -> list[torch.Tensor]:
+    """Copy the buffers of a module on a GPU to other memory; returns those of before."""
+    moved = {name: buffer for name, buffer in module.named_buffers() if buffer.is_cuda}
+    for name, buffer in moved.items():
+        setattr(module, name, buffer.clone())
+    return list(moved.values())
 
 
 def _expand_read_weights(parent: nn.Module) -> None:
@@ -199,10 +232,6 @@ def _fit(layers: list[Any]) -> bool:
 def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None:
     bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
     linear = NF4Linear(_joined([_weight_of(layer) for layer in layers]), bias)
-    for layer in layers:
-        # bitsandbytes' parameters are part of reference cycles. The garbage collector would free them too late: they are
-        # two thirds of a model.
-        layer._parameters.clear()
     sizes = [layer.out_features for layer in layers]
     shared = _Shared()
     first = GroupMember(0, sizes, shared, linear, None)
