@@ -8,6 +8,7 @@ from collections import Counter
 import torch
 
 from server.engine.runtime.exchange import ExchangeError
+from server.engine.runtime.memory import is_out_of_memory
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.trials import first_line
@@ -43,7 +44,7 @@ class Executor:
             logger.warning("a step of %d sequences failed, each is computed alone: %s", len(step.chunks), e)
             return self._each_alone(step)
         except Exception as e:
-            self._note_fault(step)
+            self._note_fault(step, e)
             return _failures(step, e)
 
     def _each_alone(self, step: Step) -> tuple[list[Sampled], dict[str, str]]:
@@ -59,15 +60,17 @@ class Executor:
                 raise
             except Exception as e:
                 if not isinstance(e, DataError):
-                    self._note_fault(alone)
+                    self._note_fault(alone, e)
                 found, failed = _failures(alone, e)
                 results += found
                 failures |= failed
         return results, failures
 
-    def _note_fault(self, step: Step) -> None:
+    def _note_fault(self, step: Step, error: Exception) -> None:
         self.failed_steps["engine"] += 1
         logger.exception("a step of %d sequences failed by a fault of the engine; its requests end", len(step.chunks))
+        if is_out_of_memory(error):
+            logger.error("the GPU's memory did not hold a step of %d tokens; %s", step.num_tokens, self._runner.advice)
 
 
 def _failures(step: Step, error: Exception) -> tuple[list[Sampled], dict[str, str]]:

@@ -58,6 +58,7 @@ def load_runner(
         draft = _load_draft(folder, config, device, dtype, progress) if config.speculation == "draft" else None
         progress("preparing the model", 0.0)
         runner = build_runner(model, config, progress, followers, draft, memory.kept)
+    runner.advice = memory.advice
     limits = runner.limits
     logger.info(
         "%s on %s in %s: contexts to %d tokens, %d cache blocks of %d",

@@ -156,6 +156,20 @@ def test_a_fault_of_the_engine_ends_its_step_once_and_the_engine_goes_on(
     assert len(tokens(run_together(engine, make_request(5, "next", ignore_eos=True))["next"])) == 8
 
 
+def test_a_lack_of_memory_in_a_step_names_the_options(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, runner = make_engine()
+    runner.advice = "options that free memory: engine.images false (0.86 GiB)"
+
+    def full(step: Step) -> list[Sampled]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(runner, "execute", full)
+    run_together(engine, make_request(5, "a"))
+    assert runner.advice in caplog.text
+
+
 def test_logits_that_are_not_numbers_fail_only_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = make_engine()
     forward = runner.forward

@@ -74,6 +74,8 @@ class ModelRunner:
         self.adapters = adapters
         """The LoRA adapters that sequences may use, if the configuration allows any."""
         self.memory = MemoryGauge(paged.device)
+        self.advice = ""
+        """Options that free memory, each with its bytes: the end of a message about a lack of it."""
         self.nf4_weight_bytes = weight_bytes(paged.model)
         """Codes and scales of all NF4 layers."""
         self.expanded_weight_bytes = expanded_bytes(paged.model)

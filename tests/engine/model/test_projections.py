@@ -10,6 +10,8 @@ from torch import nn
 
 from nf4_kernels import reference
 from server.checkpoint.sharding.slices import Part, cut_linear
+from server.checkpoint.weight import WeightBuffers
+from server.engine.runtime.model import projections
 from server.engine.runtime.model.lora import dequantized
 from server.engine.runtime.model.projections import GroupMember, NF4Linear, replace_projections, weight_bytes
 from tests.nf4_kernels.weights import is_close, quantized
@@ -54,6 +56,25 @@ def test_a_group_keeps_nested_scales_where_they_can_be_joined(
     assert codes * (1 + 1 / 32) < weight_bytes(module) < codes * (1 + 1 / 8) + 4096
     got = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], -1)
     assert is_close(got, expected)
+
+
+def test_weights_of_layers_move_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each layer's weights find room where those of the layer before lay; those outside of layers stay."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(_Attention((64, 32, 32), 512, (True,) * 3) for _ in range(2))
+    layers = [*model.layers, model]
+    for layer in layers:
+        layer.o_proj = Linear4bit(512, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    moved = []
+
+    def move(module: WeightBuffers) -> list[torch.Tensor]:
+        moved.append(module)
+        return []
+
+    monkeypatch.setattr(projections, "_move", move)
+    assert replace_projections(model) == 9
+    assert moved == [layer.o_proj for layer in model.layers]
+    assert isinstance(model.o_proj, NF4Linear)
 
 
 @pytest.mark.parametrize(
