@@ -14,7 +14,12 @@ def posed() -> str:
     forms: dict[tuple[str, str, str], list[Result]] = {}
     for row in result["rows"]:
         forms.setdefault((row["model"], row["dtype"], row["kv"]), []).append(row)
-    heads = ["model", "activations, KV cache", *(f"{batch} x {length}" for batch, length in _POINTS), "prefill 4 x 3000"]
+    heads = [
+        "model",
+        "activations, KV cache",
+        *(f"{batch} x {length}" for batch, length in _POINTS),
+        "prefill 4 x 3000",
+    ]
     lines = []
     for (model, dtype, kv), rows in forms.items():
         speeds = {(row["mode"], row["batch"], row["length"]): row["ours_tok_s"] for row in rows if "batch" in row}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.experts.names import described, place_of
+from server.checkpoint.experts.names import Place, described, place_of
 from server.checkpoint.names import is_of_tower
 from server.checkpoint.states import NARROW_INPUTS
 
@@ -78,7 +78,7 @@ class CheckpointInfo:
         if self.packed.get(name) == "fp4" and not experts and not keeps_fp4:
             return 2 * count * item_bytes
         if self.quantization == "none" and (experts or self.is_projection(name)):
-            return count * (_PLAIN_BYTES if plain else NF4_BYTES)
+            return count * (_PLAIN_BYTES if plain or (place and _stays_plain(place, shape)) else NF4_BYTES)
         if place is None and place_of(described(name)):
             if not name.endswith("absmax") or (plain and name.endswith("nested_absmax")):
                 return 0  # tables of single experts, which are not kept
@@ -229,6 +229,13 @@ def _is_projection(name: str) -> bool:
     module = name.removesuffix(".weight").rpartition(".")[2]
     is_named = module.endswith("proj") or module.startswith("in_proj_") or module in _PROJECTIONS
     return name.endswith(".weight") and is_named and module not in NARROW_INPUTS and not is_of_tower(name)
+
+
+def _stays_plain(place: Place, shape: tuple[int, ...]) -> bool:
+    """Whether an expert's weight, quantized by itself while it is loaded, has no whole groups of scales."""
+    count = math.prod(shape if place.expert is not None else shape[1:])
+    gates = 2 if place.part == "gate_up" else 1
+    return count // gates % (64 * _NESTED) != 0
 
 
 def _is_quantization_state(name: str) -> bool:

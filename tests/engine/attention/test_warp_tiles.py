@@ -175,9 +175,9 @@ from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.kernels.kv_write import quantize_kv
 from server.engine.runtime.trials import relative_error
 
-torch.cuda.get_device_capability = lambda device=None: (8, 0)
+torch.cuda.get_device_capability = lambda device=None: (8, 6)
 torch.manual_seed(0)
-kv_heads, group, dim, size, tokens, start = 2, 3, 64, 16, 90, 60
+kv_heads, group, size, tokens, start = 2, 3, 16, 90, 60
 cache = LayerCache.zeros(LayerShape(kv_heads, dim, dim, 6), 9, size, torch.int8, torch.device("cpu"))
 table = torch.randperm(9).to(torch.int32)[None]
 key, value = torch.randn(2, tokens, kv_heads, dim).half()
@@ -190,7 +190,7 @@ kind = Kind(kv_heads * group, kv_heads, dim, AttentionOptions(0.1))
 numbers = torch.from_numpy(
     chunk_items.layout(one, one + tokens - start, one + start, one, tokens_per_item(kind, torch.device("cpu")))
 )
-attend_chunks(cache, query, out, numbers, len(numbers) - 1, table, AttentionOptions(0.1))
+attend_chunks(cache, query, out, numbers, len(numbers) - 1, table, kind.options)
 scores = torch.einsum("qhgd,nhd->hgqn", query.double().view(-1, kv_heads, group, dim), key.double()) * 0.1
 scores = scores.masked_fill(places > places[start:, None], -torch.inf)
 expected = torch.einsum("hgqn,nhd->qhgd", scores.softmax(-1), value.double()).flatten(1, 2)
@@ -230,5 +230,6 @@ def test_a_decode_step_attends_as_the_reference(steps: str) -> None:
     run_interpreted(DECODE + steps)
 
 
-def test_a_chunk_reads_what_was_written_in_8_bits() -> None:
-    run_interpreted(CHUNK)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_a_chunk_reads_what_was_written_in_8_bits(dim: int) -> None:
+    run_interpreted(f"dim = {dim}\n{CHUNK}")

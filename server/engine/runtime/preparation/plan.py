@@ -33,7 +33,8 @@ TOKENS_BEFORE_COPIES = 32768
 _WEIGHTS = (NF4, SKIPPED, OTHERS, EMBEDDING, OUTPUT_LAYER, TOWER)
 _ADAPTERS, _STATES, _COPIES = "adapters", "states of layers", "16-bit copies, at most"
 _LATENTS = "latent attention's matrices"
-_MARGIN = 1.1  # what a step takes is estimated
+_MARGIN = 1.1
+"""Times the KV cache: what a step takes is estimated, and what loading leaves between tensors is not counted."""
 _MIB = 2**20
 
 
@@ -87,6 +88,11 @@ class MemoryPlan:
     def fits(self) -> bool:
         """Whether the KV cache holds as many tokens as it should, or gets the bytes that are configured."""
         return self.tokens >= self.wanted if self.fixed_cache is None else self.left >= self.fixed_cache
+
+    @property
+    def fits_surely(self) -> bool:
+        """Whether it fits though estimates may be too low."""
+        return self.fits and (self.fixed_cache is not None or self.tokens >= _MARGIN * self.wanted)
 
     @property
     def needed(self) -> int:
@@ -168,7 +174,7 @@ def decide(engine: EngineConfig, plan: Callable[[EngineConfig], MemoryPlan]) -> 
     if engine.quantize_output_layer != "auto":
         return engine
     off, small = (engine.model_copy(update={"quantize_output_layer": value}) for value in ("off", "nf4"))
-    return small if not plan(off).fits and plan(small).fits else off
+    return small if not plan(off).fits_surely and plan(small).fits else off
 
 
 def savings(engine: EngineConfig, plan: Callable[[EngineConfig], MemoryPlan], devices: int) -> dict[str, int]:

@@ -8,7 +8,8 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from nf4_kernels.cuda.device import capability
+from nf4_kernels.cuda.device import arch, capability
+from nf4_kernels.plan import shared_bytes
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.kernels.chunk_items import FIELDS
 from server.engine.runtime.attention.kernels.key_tiles import LOG2_E, add_sinks, add_tile, cache_shape, load_tile
@@ -27,21 +28,25 @@ class _Tiles:
     stages: int
 
 
-_TILES = _Tiles(128, 64, 2)
-_LATENT_TILES = _Tiles(32, 32, 2)
-# Where a thread block may have more than 99 KB of shared memory.
-_LARGE_LATENT_TILES = _Tiles(64, 64, 2)
+_TILES, _LATENT_TILES = _Tiles(128, 64, 2), _Tiles(64, 64, 2)
+# If a thread block may have 99 KB only. The first ones were the fastest of those that fit, on an H200 that posed as sm_86:
+# 1300 us if _TILES took 1089.
+_LONG_HEADS, _SMALL_TILES = 256, _Tiles(64, 64, 1)
+_SMALL_LATENT_TILES = _Tiles(32, 32, 2)
+_SMALL_BYTES = 99 << 10
 
 
-def _tiles(is_latent: bool, device: torch.device) -> _Tiles:
-    if not is_latent:
-        return _TILES
-    return _LARGE_LATENT_TILES if capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3)) else _LATENT_TILES
+def _tiles(is_latent: bool, dim: int, device: torch.device) -> _Tiles:
+    if shared_bytes(arch(device)) > _SMALL_BYTES:
+        return _LATENT_TILES if is_latent else _TILES
+    if is_latent:
+        return _SMALL_LATENT_TILES
+    return _TILES if dim < _LONG_HEADS else _SMALL_TILES
 
 
 def tokens_per_item(kind: Kind, device: torch.device) -> int:
     """Tokens that a thread block takes. Raises ValueError where a group of query heads has more than it has rows."""
-    group, rows = kind.heads // kind.groups, _tiles(kind.is_latent, device).rows
+    group, rows = kind.heads // kind.groups, _tiles(kind.is_latent, kind.dim, device).rows
     if group > rows:
         raise ValueError(f"{group} query heads share a key head, and the kernel has {rows} rows")
     return rows // group
@@ -64,7 +69,7 @@ def attend_chunks(
     rows that items name. sinks float32 [heads], see AttentionOptions.
     """
     heads = query.shape[1]
-    groups, tiles = cache.groups(heads), _tiles(cache.is_latent, query.device)
+    groups, tiles = cache.groups(heads), _tiles(cache.is_latent, query.shape[-1], query.device)
     overlap = capability(query.device)[0] >= 9
     _attend[(items, groups)](
         cache.data,
