@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from tests.engine.compiled import run_compiled
 from tests.engine.interpreted import run_interpreted
 
 pytest.importorskip("triton")
@@ -233,3 +234,22 @@ def test_a_decode_step_attends_as_the_reference(steps: str) -> None:
 @pytest.mark.parametrize("dim", [64, 256])
 def test_a_chunk_reads_what_was_written_in_8_bits(dim: int) -> None:
     run_interpreted(f"dim = {dim}\n{CHUNK}")
+
+
+@pytest.mark.parametrize(("capability", "most"), [((8, 6), 99 << 10), ((8, 0), 163 << 10), ((9, 0), 227 << 10)])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_chunks_fit_the_shared_memory_of_a_thread_block(dim: int, capability: tuple[int, int], most: int) -> None:
+    code = f"""
+import torch
+from server.engine.runtime.attention.base import AttentionOptions, LayerShape
+from server.engine.runtime.attention.kernels.chunk_kernel import attend_chunks
+from server.engine.runtime.attention.kernels.kv_cache import LayerCache
+
+numbers, tables = torch.zeros(64, dtype=torch.int32), torch.zeros(4, 64, dtype=torch.int32)
+query = torch.zeros(8, 16, {dim}, dtype=torch.bfloat16)
+for dtype in (torch.bfloat16, torch.int8):
+    cache = LayerCache.zeros(LayerShape(8, {dim}, {dim}, 16), 8, 16, dtype, torch.device("cpu"))
+    attend_chunks(cache, query, torch.empty_like(query), numbers, 4, tables, AttentionOptions(0.1))
+assert 0 < shared_memory["_attend"] <= {most}, shared_memory
+"""
+    run_compiled(code, capability)
