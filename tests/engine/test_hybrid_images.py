@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 from collections import deque
 from pathlib import Path
@@ -185,9 +186,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["transformers' layers", "written layers"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "eager"),
+    with_rest(itertools.product(LAYOUTS, (True, False)), [("NF4", False), ("skip list", True)]),
+)
 def test_layouts(layout: str, eager: bool, tmp_path: Path) -> None:
+    """By transformers' layers (eager) and by written ones."""
     folder = save_nf4(unseen("qwen3_5"), tmp_path / "model", **LAYOUTS[layout])
     packed = [name for name in inspect_checkpoint(folder).packed if is_of_tower(name)]
     assert (len(packed) > 0) == (layout == "NF4")

@@ -183,7 +183,7 @@ def mixed_requests(family: str) -> list[tuple[GenerateRequest, list[int]]]:
     rng = random.Random(family)
     common = prompt_of(50)
     requests = []
-    for index in range(75):
+    for index in range(50):
         prompt = common[: rng.choice((0, 0, 11, 32, 50))] + prompt_of(rng.choice((1, 2, 5, 16, 33, 64, 70)), index)
         sampling = {"temperature": rng.choice((0.0, 1.0)), "seed": index, "ignore_eos": True, "logprobs": 0}
         requests.append(make_request(prompt, max_tokens=rng.choice((1, 3, 20, 60)), **sampling))
