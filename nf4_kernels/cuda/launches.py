@@ -63,9 +63,9 @@ def can_write_gated(dtype: torch.dtype, n: int, tile: int = 0) -> bool:
     return dtype == torch.bfloat16 and n % 16 == 0 and tiled
 
 
-def has_gate(choice: Plan, normalised: bool) -> TypeGuard[Rows | Wgmma]:
-    """Whether a launch computes the gated activation: linear_rows only of up to 8 tokens, behind a norm; linear_mma not."""
-    return isinstance(choice, Wgmma) or (isinstance(choice, Rows) and choice.tiles == 1 and normalised)
+def has_gate(choice: Plan, normalised: bool) -> TypeGuard[Rows | Wgmma | Mma]:
+    """Whether a launch computes the gated activation: linear_rows only of up to 8 tokens, behind a norm."""
+    return isinstance(choice, Wgmma | Mma) or (isinstance(choice, Rows) and choice.tiles == 1 and normalised)
 
 
 def gemm(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion) -> None:

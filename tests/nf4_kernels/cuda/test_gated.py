@@ -12,7 +12,7 @@ from torch.nn import functional
 from nf4_kernels import Weight, cuda, ops, reference
 from nf4_kernels.cuda import launches
 from nf4_kernels.params import ACTIVATIONS
-from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, Wgmma, rows_candidates
+from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Mma, Rows, Wgmma, rows_candidates
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, HOPPER, Random, gpu, random_weight, split
 from tests.nf4_kernels.weights import is_close, quantized
 
@@ -153,7 +153,7 @@ def test_which_are_one_launch() -> None:
         (16384, 16376), (4096, NORM_K + 64), (1, 8, 32, 300, 4096), (BFLOAT16, torch.float16), (False, True)
     ):
         choice = cuda.plan_on(DEVICE, m, n, k, 64, True, normalised)
-        has_gate = isinstance(choice, Wgmma) or (isinstance(choice, Rows) and m <= 8 and normalised)
+        has_gate = isinstance(choice, Wgmma | Mma) or (isinstance(choice, Rows) and m <= 8 and normalised)
         expected = has_gate and dtype == BFLOAT16 and n % 16 == 0 and not (normalised and k > NORM_K)
         assert cuda.can_gate(DEVICE, dtype, m, (n, k), 64, True, normalised) == expected
 

@@ -11,21 +11,24 @@ import torch
 from nf4_kernels import cuda
 from nf4_kernels.cuda import launches
 from nf4_kernels.cuda.workspace import workspace_on
+from nf4_kernels.params import ACTIVATIONS
 from nf4_kernels.plan import MMA_COSTS, NORM_K, Mma, mma_candidates, plan
-from tests.nf4_kernels.cuda import test_fused
+from tests.nf4_kernels.cuda import test_fused, test_gated
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, ON_GPU, TOLERANCE, Random, random_weight, relative_error
 from tests.nf4_kernels.cuda.test_shards_cuda import part_of_k, part_of_n
 
 pytestmark = ON_GPU
 BFLOAT16 = torch.bfloat16
 HALVES = (torch.bfloat16, torch.float16)
+WARPS = {tokens: warps for warps, tokens in MMA_COSTS}
+"""The warps of each instance, by the tokens of its tile."""
 POSED = 86
 """Plans for this capability run on any later one."""
 
 
-def launch(warps: int, tokens: int, m: int, n: int, k: int, blocks: int) -> Mma:
+def launch(tokens: int, m: int, n: int, k: int, blocks: int) -> Mma:
     """An instance's launch of that many thread blocks, of no more than there are k steps."""
-    return Mma(tokens, warps, min(blocks, -(-n // 256) * -(-m // tokens) * (k // 64)))
+    return Mma(tokens, WARPS[tokens], min(blocks, -(-n // 256) * -(-m // tokens) * (k // 64)))
 
 
 def check(w: Random, choice: Mma, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,10 +50,10 @@ def check(w: Random, choice: Mma, m: int, dtype: torch.dtype, monkeypatch: pytes
         assert not workspace[1].any()
 
 
-@pytest.mark.parametrize(("warps", "tokens"), MMA_COSTS)
+@pytest.mark.parametrize("tokens", WARPS)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_instance_however_its_work_is_split(
-    dtype: torch.dtype, warps: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles that are whole, in two, in a few and in so many parts that most of them have no share of the reduction."""
     for n, k, blocksize, nested, offsets in [
@@ -65,7 +68,7 @@ def test_every_instance_however_its_work_is_split(
         w = random_weight(n, k, blocksize, nested, offsets)
         for m in (1, tokens - 1, tokens, tokens + 1, 2 * tokens + 3):
             for blocks in (1, 7, 132):
-                check(w, launch(warps, tokens, m, n, k, blocks), m, dtype, monkeypatch)
+                check(w, launch(tokens, m, n, k, blocks), m, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -73,17 +76,17 @@ def test_every_instance_however_its_work_is_split(
 def test_every_blocksize(blocksize: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for n, k in [(100, 4160), (40, 1024), (33, 8192), (600, 64)]:
         w = random_weight(n, k, blocksize, nested, offsets=nested)
-        for (warps, tokens), blocks in itertools.product(((8, 8), (8, 48)), (5, 132)):
-            check(w, launch(warps, tokens, tokens - 3, n, k, blocks), tokens - 3, BFLOAT16, monkeypatch)
+        for tokens, blocks in itertools.product((8, 48), (5, 132)):
+            check(w, launch(tokens, tokens - 3, n, k, blocks), tokens - 3, BFLOAT16, monkeypatch)
 
 
 @pytest.mark.parametrize("around", [(0, 4), (300, 0), (1, 2), (128, 384), (7, 250)])
 def test_shards(around: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     for n, k in [(200, 8192), (333, 1024), (63, 192)]:
         for w in (part_of_k(n, k, *around), part_of_n(n, k, around[0])):
-            for (warps, tokens), dtype in itertools.product(((8, 8), (8, 24), (8, 96)), HALVES):
+            for tokens, dtype in itertools.product((8, 24, max(WARPS)), HALVES):
                 for blocks in (5, 132):
-                    check(w, launch(warps, tokens, tokens + 1, n, k, blocks), tokens + 1, dtype, monkeypatch)
+                    check(w, launch(tokens, tokens + 1, n, k, blocks), tokens + 1, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 13, 16, 24, 31, 33, 48, 64, 75, 96, 127, 128, 129, 256])
@@ -104,9 +107,9 @@ def test_whatever_is_planned(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fused_launches(n: int, k: int) -> Iterator[tuple[Mma, int]]:
     """Instances of few and many tokens, with whole and split tiles, and the tokens of each launch."""
-    for warps, tokens in ((8, 8), (8, 32), (8, 96)):
+    for tokens in (8, 32, max(WARPS)):
         for m, blocks in ((tokens, 132), (2 * tokens + 1, 5), (tokens - 1, 3), (2 * tokens, 1)):
-            yield launch(warps, tokens, m, n, k, blocks), m
+            yield launch(tokens, m, n, k, blocks), m
 
 
 @pytest.mark.parametrize(("n", "k"), [(1000, 4160), (193, 448), (63, NORM_K), (64, 64)])
@@ -116,6 +119,29 @@ def test_bias_residual_and_norm(n: int, k: int, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
         test_fused.check(w, m, str(choice))
     test_fused.check(w, m, str(choice), torch.float16)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1024, 4160), (208, 448), (144, NORM_K), (512, 64)])
+def test_gated_activation(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the epilogue, of whole and of split tiles."""
+    monkeypatch.setattr(cuda, "gated", None)
+    w = random_weight(n, k)
+    for choice, m in fused_launches(n, k):
+        monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
+        test_gated.check(w, m, choice, tiles=(8, 64) if n % 512 == 0 else (), same_sums=False)
+        check_gated_sums(w, m, choice)
+
+
+def check_gated_sums(w: Random, m: int, choice: Mma) -> None:
+    """The gated activation is near the one of sums in float64, on poisoned memory."""
+    x = (torch.randn(m, w.k, device=DEVICE) / float(w.exact().norm()) * w.n**0.5).to(BFLOAT16)
+    bias = torch.randn(w.n, device=DEVICE, dtype=BFLOAT16)
+    for more, activation in itertools.product((None, bias), ACTIVATIONS):
+        gate, up = (x.double() @ w.exact().T + (0.0 if more is None else more.double())).chunk(2, -1)
+        exact = test_gated.activated(gate, activation) * up
+        error = relative_error(test_gated.gated(w, x, more, None, activation), exact)
+        # The sums are rounded, then the activation, then the product.
+        assert error < 2 * TOLERANCE[BFLOAT16], (str(choice), m, more is not None, activation, error)
 
 
 @pytest.mark.parametrize("m", [1, 16, 64, 128, 256])
@@ -160,7 +186,7 @@ def test_results_do_not_change_from_run_to_run(m: int, monkeypatch: pytest.Monke
 def test_what_a_launch_cannot_do_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     w = random_weight(64, 128)
     x = torch.randn(2, 128, device=DEVICE, dtype=BFLOAT16)
-    for wrong in (Mma(8, 4, 1), Mma(40, 8, 1), Mma(8, 8, 3), Mma(8, 8, 0)):
+    for wrong in (Mma(8, 4, 1), Mma(40, 8, 1), Mma(8, WARPS[8], 3), Mma(8, WARPS[8], 0)):
         monkeypatch.setattr(launches, "_plan", lambda *_, wrong=wrong: wrong)
         with pytest.raises(cuda.KernelError, match="mma"):
             w.linear(x)
