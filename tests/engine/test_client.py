@@ -209,6 +209,7 @@ def _name(pid: int) -> str:
         return ""
 
 
+@pytest.mark.rest
 async def test_a_damaged_checkpoint_is_fatal(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     async with running(tmp_path) as client:

@@ -198,6 +198,7 @@ def test_processes_that_were_started_early_end_with_a_refusal(embedded_folder: P
     assert [process.poll() for process in processes] == [-signal.SIGKILL]
 
 
+@pytest.mark.rest
 def test_a_process_that_is_told_nothing_ends() -> None:
     (process,) = start_processes(2, False, [])
     assert process.stdin is not None
