@@ -13,12 +13,8 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
+from bench.image_shapes import ImageShape
 from server.images.decoding import decode
-
-_PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
-    "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16384,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,9 +29,9 @@ class Prepared:
 class Preparation:
     """Steps of the image process with an image; keeps the seconds of each."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR))
+    def __init__(self, folder: Path, shape: ImageShape) -> None:
+        self._folder, self._shape = folder, shape
+        (folder / "preprocessor_config.json").write_text(json.dumps(shape.processor))
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         self.seconds: dict[str, list[float]] = {"decode_s": [], "processor_s": [], "write_s": []}
 
@@ -50,12 +46,12 @@ class Preparation:
         image = decode(buffer.getvalue(), side * side)
         marks.append(time.perf_counter())
         found = self._processor(images=[image], return_tensors="np")
-        tensors = {name: np.ascontiguousarray(found[name]) for name in ("pixel_values", "image_grid_thw")}
+        tensors = {name: np.ascontiguousarray(found[name]) for name in self._shape.tensors}
         marks.append(time.perf_counter())
         file = self._folder / f"{seed}.safetensors"
         save_file(tensors, file)
         marks.append(time.perf_counter())
         for own, begun, ended in zip(self.seconds.values(), marks, marks[1:], strict=False):
             own.append(ended - begun)
-        tokens = int(tensors["image_grid_thw"].prod()) // 4
+        tokens = self._shape.tokens_of(found)
         return Prepared({name: torch.from_numpy(array) for name, array in tensors.items()}, str(file), tokens)

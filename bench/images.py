@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from bench.image_preparation import Preparation, Prepared
+from bench.image_shapes import SHAPES
 from bench.machine import cores, cpu_name, gpu_in_file_names, versions
 from server.checkpoint.dummy import fill_randomly
 from server.checkpoint.names import is_of_tower
@@ -43,35 +44,6 @@ from server.types import GenerateRequest, ImageInput, SamplingParams
 RESULTS = Path(__file__).parent / "results"
 TEXT = 16
 """Tokens in front of an image, and behind it."""
-_7B: dict[str, Any] = {
-    "text_config": {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768, "bos_token_id": 151643,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
-        "eos_token_id": 151645,
-    },
-    "vision_config": {
-        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
-        "out_hidden_size": 3584,
-    },
-    "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
-}  # fmt: skip
-_TINY: dict[str, Any] = {
-    "text_config": {
-        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "bos_token_id": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]},
-        "eos_token_id": 2,
-    },
-    "vision_config": {
-        "depth": 4, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 14,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112, "fullatt_block_indexes": [3],
-        "out_hidden_size": 256,
-    },
-    "image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503,
-}  # fmt: skip
-SHAPES = {"qwen2.5-vl-7b": _7B, "tiny": _TINY}
 _numbers = itertools.count()
 
 
@@ -110,10 +82,7 @@ def random_model(
     shape: str, text_layers: int | None, device: torch.device, dtype: torch.dtype, nf4_tower: bool
 ) -> PreTrainedModel:
     """A model of a shape; its text in NF4."""
-    settings = copy.deepcopy(SHAPES[shape])
-    if text_layers is not None:
-        settings["text_config"]["num_hidden_layers"] = text_layers
-    config = AutoConfig.for_model("qwen2_5_vl", **settings)
+    config = SHAPES[shape].config(text_layers)
     config.dtype = dtype
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -121,6 +90,17 @@ def random_model(
     fill_randomly(model, device, dtype, lambda *_: None, lambda name: nf4_tower or not is_of_tower(name))
     model.tie_weights()
     return model.eval().requires_grad_(False)
+
+
+def copy_of_tower(model: PreTrainedModel) -> Any:
+    """A copy of a model without its language model, for transformers' own get_image_features()."""
+    base: Any = model.base_model
+    text, base.language_model = base.language_model, None
+    head, model.lm_head = model.lm_head, None
+    try:
+        return copy.deepcopy(model)
+    finally:
+        base.language_model, model.lm_head = text, head
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
@@ -137,9 +117,10 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 class Bench:
     """One model in our engine, and a copy of its tower."""
 
-    def __init__(self, model: PreTrainedModel, compiled: bool) -> None:
+    def __init__(self, model: PreTrainedModel, compiled: bool, marks: tuple[str, str]) -> None:
         self.device, self._config = model.device, model.config
-        self._tower: Any = copy.deepcopy(model.base_model.visual)
+        self._marks = [int(getattr(model.config, name)) for name in marks]
+        self._tower = copy_of_tower(model)
         self._dtype = model.dtype
         config = EngineConfig(
             device=self.device.type,
@@ -157,9 +138,10 @@ class Bench:
         """Seconds of transformers' tower on an image's tensors, which are in host memory as they are for our engine."""
 
         def run() -> None:
-            pixels = image.tensors["pixel_values"].to(self.device).to(self._dtype)
+            given = {name: tensor.to(self.device) for name, tensor in image.tensors.items()}
+            given["pixel_values"] = given["pixel_values"].to(self._dtype)
             with torch.inference_mode():
-                self._tower(pixels, grid_thw=image.tensors["image_grid_thw"].to(self.device))
+                self._tower.get_image_features(**given)
 
         return seconds_of(run, self.device)
 
@@ -178,13 +160,10 @@ class Bench:
 
     def round(self, image: Prepared, seed: int) -> dict[str, float]:
         """Seconds of everything that is compared, in an order that changes from round to round."""
-        settings, text = self._config, [5 + (seed * 31 + i * 7) % 300 for i in range(TEXT)]
+        text = [5 + (seed * 31 + i * 7) % 300 for i in range(TEXT)]
         start, end = TEXT + 1, TEXT + 1 + image.tokens
-        marked = [
-            settings.vision_start_token_id,
-            *[settings.image_token_id] * image.tokens,
-            settings.vision_end_token_id,
-        ]
+        before, after = self._marks
+        marked = [before, *[self._config.image_token_id] * image.tokens, after]
         shown = [ImageInput(seed.to_bytes(16, "little"), start, end, image.file)]
         plain = [5 + (seed * 17 + i * 13) % 400 for i in range(len(marked))]
         work: list[tuple[str, Callable[[], float]]] = [
@@ -202,10 +181,11 @@ def measure(asked: argparse.Namespace, device: torch.device, nf4_tower: bool) ->
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(asked.shape, asked.text_layers, device, dtype, nf4_tower)
     layers = model.config.get_text_config().num_hidden_layers
-    bench = Bench(model, asked.compiled)
+    shape = SHAPES[asked.shape]
+    bench = Bench(model, asked.compiled, shape.marks)
     ready = time.perf_counter() - begun
     with tempfile.TemporaryDirectory() as folder:
-        preparation = Preparation(Path(folder))
+        preparation = Preparation(Path(folder), shape)
         rounds, tokens = [], 0
         for seed in range(1 + asked.rounds):
             image = preparation.prepare(asked.side, seed)

@@ -146,6 +146,7 @@ CACHES = [
         (LayerShape(2, 128, 128, 14), [0, 1000], [150, 1300]),
         (LayerShape(3, 64, 64, 15), [15, 16, 17, 0], [16, 17, 18, 1]),
         (LayerShape(1, 256, 256, 1), [5, 0, 62], [6, 129, 66]),
+        (LayerShape(2, 512, 512, 16), [5, 0, 340, 62], [6, 129, 341, 66]),
     ],
 )
 def test_a_step_attends_as_the_reference(
@@ -168,6 +169,9 @@ def test_a_step_attends_as_the_reference(
         (LayerShape(4, 128, 128, 28), CAPPED, [600, 299, 300, 301]),
         (LayerShape(3, 64, 64, 9), WINDOW, [*range(1, 140, 5), 1024]),
         (LayerShape(2, 256, 256, 10), PLAIN, [17, 1000, 16]),
+        (LayerShape(2, 512, 512, 16), PLAIN, [9000, 1, 63, 64, 65]),
+        (LayerShape(1, 512, 512, 16), WINDOW, [700, 3]),
+        (LayerShape(2, 512, 512, 8), CAPPED, [299, 600]),
     ],
 )
 def test_a_decode_graph_attends_as_the_reference(
@@ -282,6 +286,7 @@ def test_magnitudes_may_be_beyond_those_of_float16(
         (LayerShape(8, 128, 128, 32), PLAIN, [8996, 13, 63, 64, 0], [9000, 20, 66, 65, 3]),
         (LayerShape(4, 128, 128, 28), CAPPED, [600, 298, 15], [608, 302, 17]),
         (LayerShape(3, 64, 64, 9), WINDOW, [61, 200, 1024, 1], [69, 204, 1025, 4]),
+        (LayerShape(2, 512, 512, 16), PLAIN, [3000, 13, 63, 0], [3008, 20, 66, 3]),
     ],
 )
 def test_tokens_of_one_sequence_see_each_other_in_a_shared_graph(
@@ -293,6 +298,14 @@ def test_tokens_of_one_sequence_see_each_other_in_a_shared_graph(
     now: list[int],
 ) -> None:
     check(shape, options, dtype, cache_dtype, earlier, now, "shared")
+
+
+@pytest.mark.parametrize("dim", [256, 512])
+def test_long_heads_on_gpus_with_little_shared_memory(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of GPUs whose thread blocks may have 99 KB; without programmatic dependent launches."""
+    monkeypatch.setattr("server.engine.runtime.attention.kernels.chunk_kernel.capability", lambda device: (8, 6))
+    for graph in ("", "mixed"):
+        check(LayerShape(2, dim, dim, 16), PLAIN, torch.bfloat16, torch.bfloat16, [5, 0, 90], [6, 129, 260], graph)
 
 
 def test_without_splitting_a_sequence_has_the_same_bits_in_any_batch() -> None:

@@ -21,7 +21,7 @@ from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 LATENT_RANKS, LATENT_ROTARY = (256, 512), (16, 32, 64, 128)
 """Columns of latents with kernels, without the rotary ones, and rotary columns."""
 

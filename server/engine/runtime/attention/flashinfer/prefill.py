@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 LONG_CHUNKS = 256
 """Tokens of a step's chunks from which on FlashInfer attends."""
+MAX_DIM = 256
+"""Elements of the longest heads that its kernels take."""
 # FlashInfer's launches fill the device with two thread blocks for each multiprocessor, of up to so many queries each.
 _BLOCKS_PER_PROCESSOR, _QUERIES_PER_BLOCK = 2, 128
 _SLACK_BYTES = 16 * 2**20
@@ -95,6 +97,10 @@ def is_plain(options: AttentionOptions) -> bool:
     return options.window is None and options.softcap is None and not options.sinks
 
 
+def _has_kernels(kind: Kind) -> bool:
+    return not kind.is_latent and kind.dim <= MAX_DIM
+
+
 def load_in_background(
     kinds: Sequence[Kind],
     block_size: int,
@@ -106,7 +112,7 @@ def load_in_background(
 
     kinds: the layers'; those that FlashInfer takes are picked. None, with nothing begun, if there are none.
     """
-    plain = [kind for kind in dict.fromkeys(kinds) if is_plain(kind.options) and not kind.is_latent]
+    plain = [kind for kind in dict.fromkeys(kinds) if is_plain(kind.options) and _has_kernels(kind)]
     if not plain or dtype not in (torch.bfloat16, torch.float16):
         return None
     if importlib.util.find_spec("flashinfer") is None:

@@ -28,20 +28,21 @@ class _Tiles:
     stages: int
 
 
-_TILES, _LATENT_TILES = _Tiles(128, 64, 2), _Tiles(64, 64, 2)
-# If a thread block may have 99 KB only. The first ones were the fastest of those that fit, on an H200 that posed as sm_86:
-# 1300 us if _TILES took 1089.
-_LONG_HEADS, _SMALL_TILES = 256, _Tiles(64, 64, 1)
+# By the elements of the longest head that has them. Latents are longer.
+_TILES = {256: _Tiles(128, 64, 2), 512: _Tiles(64, 32, 2)}
+_LATENT_TILES = _Tiles(64, 64, 2)
+# If a thread block may have 99 KB only. Those of 256 were the fastest of those that fit, on an H200 that posed as sm_86:
+# 1300 us if the others took 1089.
+_SMALL_TILES = {255: _TILES[256], 256: _Tiles(64, 64, 1), 512: _Tiles(32, 16, 2)}
 _SMALL_LATENT_TILES = _Tiles(32, 32, 2)
 _SMALL_BYTES = 99 << 10
 
 
 def _tiles(is_latent: bool, dim: int, device: torch.device) -> _Tiles:
-    if shared_bytes(arch(device)) > _SMALL_BYTES:
-        return _LATENT_TILES if is_latent else _TILES
+    is_small = shared_bytes(arch(device)) <= _SMALL_BYTES
     if is_latent:
-        return _SMALL_LATENT_TILES
-    return _TILES if dim < _LONG_HEADS else _SMALL_TILES
+        return _SMALL_LATENT_TILES if is_small else _LATENT_TILES
+    return next(own for longest, own in (_SMALL_TILES if is_small else _TILES).items() if dim <= longest)
 
 
 def tokens_per_item(kind: Kind, device: torch.device) -> int:

@@ -21,6 +21,9 @@ _TILE_8_BITS, _STAGES_8_BITS = 32, 3
 # Of no more elements, of heads that are no longer, the sums of sixteen parts fit in 128 registers, as the rest of the kernel
 # does.
 _MOST_OF_SIXTEEN, _LONGEST_OF_SIXTEEN = 4 * 128, 128
+# Heads of more elements have tiles of fewer keys and more warps, so that a thread holds no more of them.
+_WARPS, _LONGEST = 4, 256
+_TILE_LONG, _WARPS_LONG = 16, 8
 
 # Over latents, whose rows are 576 elements: tiles of a thread block in 99 KB of shared memory.
 _LATENT_TILE, _LATENT_STAGES, _LATENT_WARPS, _LATENT_COLUMNS = 32, 3, 4, 128
@@ -114,8 +117,10 @@ class DecodeInstance:
 
     @property
     def warps(self) -> int:
-        """Warps of a thread block."""
-        return _LATENT_WARPS if self.cache.rest else 4
+        """Warps of a thread block. With twice as many a thread has as much of a head of 512 elements as of one of 256."""
+        if self.cache.rest:
+            return _LATENT_WARPS
+        return _WARPS_LONG if self.cache.dim > _LONGEST else _WARPS
 
     @property
     def few(self) -> int:
@@ -148,6 +153,8 @@ class DecodeInstance:
         """Keys of a tile."""
         if self.cache.rest:
             return _LATENT_TILE
+        if self.cache.dim > _LONGEST:
+            return _TILE_LONG
         return _TILE if self.splits_tiles or self.cache.limit == 0 else _TILE_8_BITS
 
     @property
