@@ -12,6 +12,7 @@ from server.engine.runtime.layers.experts import Experts
 from server.engine.runtime.layers.latent_attention import LatentAttention
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm
+from server.engine.runtime.layers.parallel_experts import ParallelExperts
 from server.engine.runtime.layers.state_layers import StateMixer
 
 
@@ -39,7 +40,7 @@ class ParallelMixers:
 
 Mixer = Attention | LatentAttention | StateMixer | ParallelMixers
 """Mixer of a sequence's tokens. Called with x, the norm of x, rotary angles and the residual that it adds."""
-FeedForward = GatedMlp | Mlp | Experts
+FeedForward = GatedMlp | Mlp | Experts | ParallelExperts
 
 
 @dataclass(frozen=True)

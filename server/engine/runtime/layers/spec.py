@@ -13,11 +13,13 @@ from torch import nn
 
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.calls import LATENT_HEADS
+from server.engine.runtime.layers import parallel_experts
 from server.engine.runtime.layers.attention import Attention
 from server.engine.runtime.layers.attention_spec import read_attention
 from server.engine.runtime.layers.decoder import Block, DecoderLayer, Mixer, ParallelMixers
 from server.engine.runtime.layers.feed_forward_spec import read_feed_forward, with_shared
 from server.engine.runtime.layers.latent_attention import LatentAttention, read_latent_attention
+from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import read_norm
 from server.engine.runtime.layers.parts import UnknownLayerError, children_of
 from server.engine.runtime.layers.state_layers import StateLayers, StateMixer
@@ -111,7 +113,10 @@ def _read_one_part(layer: nn.Module, mixers: Mapping[str, Mixer]) -> DecoderLaye
 
 
 def _with_mixer(layer: nn.Module, mixer_names: tuple[str, ...], mixer: Mixer) -> DecoderLayer:
-    children = children_of(layer, mixer_names)
+    children = dict(children_of(layer, mixer_names))
+    experts = {name: children.pop(name) for name in parallel_experts.NAMES if name in children}
+    if experts and len(experts) < len(parallel_experts.NAMES):
+        raise UnknownLayerError(f"{type(layer).__name__} has {', '.join([*children, *experts])}")
     mlp_name = next((name for name in _FEED_FORWARDS if name in children), _FEED_FORWARDS[0])
     beside = "shared_mlp" if mlp_name == "block_sparse_moe" and "shared_mlp" in children else None
     norms = {name: child for name, child in children.items() if name not in (*mixer_names, mlp_name, beside)}
@@ -119,6 +124,10 @@ def _with_mixer(layer: nn.Module, mixer_names: tuple[str, ...], mixer: Mixer) ->
     if places is None or len(norms) + len(mixer_names) + 1 + (beside is not None) != len(children):
         raise UnknownLayerError(f"{type(layer).__name__} has {', '.join(children)}")
     mlp = read_feed_forward(children[mlp_name])
+    if experts:
+        if not isinstance(mlp, GatedMlp | Mlp):
+            raise UnknownLayerError(f"{type(layer).__name__} has experts in two places")
+        mlp = parallel_experts.read_parallel_experts(mlp, experts)
     if beside is not None:
         mlp = with_shared(mlp, children[beside])
     before, after, before_mlp, after_mlp = (None if name is None else read_norm(norms[name]) for name in places)
