@@ -58,6 +58,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 2,
         "moe_layers": [1],
     },
+    # Without inputs of each layer, as 26B-A4B.
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "per_layer_config": {"1": {"head_dim": 32, "num_key_value_heads": 1}},
+    },
     "gpt_oss": {
         **_LOCAL,
         "head_dim": 32,

@@ -102,7 +102,8 @@ def test_rows_of_gates_and_ups_that_take_turns_are_put_in_order_exactly(tmp_path
 def test_16_bit_models_have_experts_of_the_same_kind(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     save_moe(tmp_path, tiny_moe(family), nowhere)
     experts = experts_of(load_model(tmp_path, CPU, dtype, lambda *_: None))
-    assert {module.activation for module in experts} == {"swiglu_oai" if family == "gpt_oss" else "silu"}
+    activations = {"gpt_oss": "swiglu_oai", "gemma4_text": "gelu_tanh"}
+    assert {module.activation for module in experts} == {activations.get(family, "silu")}
     for module in experts:
         assert {bias.dtype for bias in (module.gate_up.bias, module.down.bias) if bias is not None} <= {dtype}
         x, chosen = torch.randn(3, 64).to(dtype), torch.tensor([[0, 1], [7, 3], [2, 2]])

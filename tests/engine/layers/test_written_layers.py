@@ -218,8 +218,8 @@ def _watched(name: str, called: list[str]) -> Any:
 
 
 WRITTEN_MIXTURES = (
-    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe",
-    "qwen3_moe",
+    "deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe",
+    "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 
 
