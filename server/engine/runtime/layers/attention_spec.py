@@ -19,8 +19,10 @@ _OUTPUTS = ("o_proj", "dense", "out_proj")
 _HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm"))
 
 
-def read_attention(module: nn.Module, index: int, options: AttentionOptions, is_rotary: bool) -> Attention:
-    """The attention that a module is. See read_layer()."""
+def read_attention(
+    module: nn.Module, index: int, options: AttentionOptions, is_rotary: bool, like: torch.Tensor | None = None
+) -> Attention:
+    """The attention that a module is. See read_layer(). like: a norm's weight of its layer."""
     head_dim = getattr(module, "head_dim", None)
     children = dict(children_of(module, ()))
     output_module = next((children.pop(name) for name in _OUTPUTS if name in children), None)
@@ -43,10 +45,13 @@ def read_attention(module: nn.Module, index: int, options: AttentionOptions, is_
     norms_last = "query_layernorm" in children
     names = next((names for names in _HEAD_NORMS if names[0] in children), _HEAD_NORMS[0])
     queries, keys = (children.pop(name, None) for name in names)
-    values, gate = children.pop("v_norm", None), children.pop("gate_proj", None)
-    if children or (queries is None) != (keys is None):
+    values, gate, both = (children.pop(name, None) for name in ("v_norm", "gate_proj", "qk_norm"))
+    if children or (queries is None) != (keys is None) or (both is not None and (queries is not None or like is None)):
         raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children) or 'one norm for queries and keys'}")
     norms = {} if queries is None or keys is None else _qk_norms(queries, keys, head_dim)
+    if both is not None and like is not None:
+        factor = float(getattr(module, "qk_scale_factor", 1.0))
+        norms = {"head_norms": _shared_norms(both, factor, torch.ones_like(like[:1]).repeat(head_dim))}
     return Attention(
         index,
         head_dim,
@@ -76,6 +81,21 @@ def _qk_norms(queries: nn.Module, keys: nn.Module, head_dim: int) -> dict[str, A
     if of_ranks or all(width and width[0] > head_dim for width in widths):
         return {"row_norms": (read_norm(queries), read_norm(keys))}
     raise UnknownLayerError(f"norms of queries and keys of the kind {type(queries).__name__}")
+
+
+def _shared_norms(norm: nn.Module, factor: float, ones: torch.Tensor) -> tuple[RmsNorm, RmsNorm]:
+    """The norms of queries and of keys that one norm without weights is; queries are multiplied by factor after it.
+
+    The factor is divided between both weights, so that in 16 bits their product differs less from it.
+    """
+    found = read_rms_norm(norm, ones)
+    if found is None or not factor:
+        raise UnknownLayerError(f"a norm of queries and keys of the kind {type(norm).__name__}")
+    of_keys = torch.linspace(1, 2, 257).to(ones.dtype)
+    of_queries = (factor / of_keys.float()).to(ones.dtype)
+    best = int((of_queries.double() * of_keys.double() - factor).abs().argmin())
+    weights = (float(of_queries[best]), float(of_keys[best]))
+    return RmsNorm(ones * weights[0], found.eps, 0.0), RmsNorm(ones * weights[1], found.eps, 0.0)
 
 
 def _value_norm(values: nn.Module, queries: nn.Module | None) -> RmsNorm:

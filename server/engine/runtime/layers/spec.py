@@ -74,7 +74,8 @@ def read_layer(
         if getattr(module, LATENT_HEADS, None) is not None:
             mixers[name] = _read_latent(module, index, options)
         else:
-            mixers[name] = read_attention(module, index, options, is_rotary)
+            norms = (p.detach() for p in layer.parameters() if p.dim() == 1 and p.is_floating_point())
+            mixers[name] = read_attention(module, index, options, is_rotary, next(norms, None))
     if states is not None:
         mixers |= {name: states.mixers[own] for name, own in layer.named_children() if own in states.mixers}
     if {name for name, _ in layer.named_children()} == {"norm", "mixer"}:
