@@ -235,7 +235,7 @@ WRITTEN = frozenset((
     "moss_transcribe_diarize", "ovis2", "paddleocr_vl", "phi4_multimodal", "pp_chart2table", "qianfan_ocr",
     "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "solar_open", "video_llama_3", "video_llava",
     "vipllava", "glm4_moe_lite", "kimi_k25", "minicpm3", "sarvam_mla", "youtu", "afmoe", "cohere2_moe", "hy_v3",
-    "minimax_m2",
+    "minimax_m2", "muse_glimmer",
 ))  # fmt: skip
 """Those of SERVED whose layers are written ones; the others run by transformers' own code."""
 WRONG_POSITIONS: dict[str, Settings] = dict.fromkeys(
@@ -248,9 +248,27 @@ NEEDS_IMAGES: dict[str, Settings] = {
                  "latent_query_num": 4},
 }  # fmt: skip
 """Classes whose forward fails without an image."""
+FROM_16_BIT: dict[str, Settings] = {
+    "minimax_m3_vl": {},
+    "molmo2": {
+        "text_config": {"additional_vocab_size": 8},
+        "vision_config": {"image_size": [28, 28], "num_key_value_heads": 2, "head_dim": 16},
+        "adapter_config": {
+            "vision_feature_layer": [0],
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "text_hidden_size": 64,
+        },
+    },
+    "sarvam_moe": {},
+}
+"""Classes whose tensors transformers splits or joins while loading, which cannot be done in 4 bit."""
 WHOLE_TOWERS = ("kimi_k25", "qianfan_ocr", "step3p7")
 """Classes whose towers transformers cannot save in NF4, or not read again."""
-FURTHER = SERVED | WRONG_POSITIONS | NEEDS_IMAGES
+FURTHER = SERVED | WRONG_POSITIONS | NEEDS_IMAGES | FROM_16_BIT
 
 
 def skip_unless_known(family: str) -> None:

@@ -44,6 +44,7 @@ def tables() -> dict[str, dict[str, str]]:
     others = {family: _answer(family, settings) for family, settings in further.SERVED.items()}
     others |= dict.fromkeys(further.WRONG_POSITIONS, "refused: counts positions across the sequences of a step")
     others |= dict.fromkeys(further.NEEDS_IMAGES, "refused: needs an image in every prompt")
+    others |= {family: f"{_answer(family, {})}, from 16 bit alone" for family in further.FROM_16_BIT}
     return {
         "Text": {**dict(sorted(served.items())), **dict(sorted(refused.items()))},
         "Multimodal classes": dict(sorted(multimodal.items())),

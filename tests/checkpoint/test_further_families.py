@@ -11,12 +11,15 @@ from bitsandbytes.nn import Linear4bit
 
 from nf4_kernels.format import Weight
 from nf4_kernels.reference import dequantize
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.experts.module import NF4Experts
 from server.checkpoint.loading import load_model
 from server.engine.core import Engine
 from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.checkpoint.further_families import (
+    FROM_16_BIT,
     NEEDS_IMAGES,
     SERVED,
     WHOLE_TOWERS,
@@ -83,8 +86,16 @@ def test_classes_that_need_an_image(family: str, tmp_path: Path) -> None:
         build_runner(load_model(tmp_path / "model", CPU, torch.float32, silent), CONFIG)
 
 
-@pytest.mark.parametrize("family", ["aria_text", "ernie4_5_vl_moe", "step3p7"])
-def test_experts_in_16_bit_whose_names_only_transformers_knows(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FROM_16_BIT)
+def test_classes_whose_nf4_transformers_cannot_read(family: str, tmp_path: Path) -> None:
+    saved(family, tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"splits or joins tensors .* the same model in 16 bit may work"):
+        load_model(tmp_path / "model", CPU, torch.float32, silent)
+
+
+@pytest.mark.parametrize("family", ["aria_text", "ernie4_5_vl_moe", "step3p7", *FROM_16_BIT])
+def test_16_bit_checkpoints_whose_names_only_transformers_knows(family: str, tmp_path: Path) -> None:
+    skip_unless_known(family)
     random_model(config_of(family, **settings_of(family))).to(torch.bfloat16).save_pretrained(tmp_path)
     model = load_model(tmp_path, CPU, torch.float32, silent)
     own = auto_class(family).from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -92,6 +103,10 @@ def test_experts_in_16_bit_whose_names_only_transformers_knows(family: str, tmp_
         if isinstance(module, Linear4bit):
             weight = Weight.from_quant_state(module.weight, module.weight.quant_state)
             own.get_submodule(name).weight.data = dequantize(weight, torch.float32)
+        elif isinstance(module, NF4Experts):
+            experts = own.get_submodule(name)
+            experts.gate_up_proj.data = dequantize(module.gate_up.weight, torch.float32)
+            experts.down_proj.data = dequantize(module.down.weight, torch.float32)
     requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     outputs = run_together(Engine(build_runner(model, CONFIG), CONFIG), *requests)
     for prompt, request in zip(PROMPTS, requests, strict=True):
