@@ -25,6 +25,7 @@ NAMES = {
     "qwen3.5-9b": "Qwen3.5-9B",
     "qwen3.5-27b": "Qwen3.5-27B",
     "qwen3.6-35b-a3b": "Qwen3.6-35B-A3B",
+    "gemma-4-26b-a4b": "Gemma-4-26B-A4B",
 }
 Result = dict[str, Any]
 

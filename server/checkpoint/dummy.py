@@ -152,6 +152,18 @@ def fill_randomly(
         if isinstance(module, PreTrainedModel):
             # Falcon-H1's sets buffers of its layers.
             model._init_weights(module)
+    for _, module in modules:
+        _scale_keys(module)
+
+
+def _scale_keys(module: Any) -> None:
+    """Divide attention's scores by the root of a head's size where the norm of keys does so in trained models (Gemma 4).
+
+    Else scores have a deviation of 16, and the rounding of a class's own attention in 16 bits changes all of its text.
+    """
+    weight = getattr(getattr(module, "k_norm", None), "weight", None)
+    if getattr(module, "scaling", None) == 1.0 and isinstance(weight, torch.Tensor) and weight.device.type != "meta":
+        weight.data.mul_(weight.shape[0] ** -0.5)
 
 
 @torch.no_grad()

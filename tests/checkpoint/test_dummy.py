@@ -39,8 +39,11 @@ def test_every_benchmarked_family_runs_on_random_weights(name: str, tmp_path: Pa
     skipped = settings.get("quantization_config", {}).get("llm_int8_skip_modules", [])
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     fewer = kinds.count("linear_attention") * (1 + ("in_proj_qkv" in skipped))
-    # A shared expert has three, and some a gate of their own.
-    shared = 4 if settings.get("shared_expert_intermediate_size") else 3 if settings.get("n_shared_experts") else 0
+    if settings.get("attention_k_eq_v"):
+        fewer += kinds.count("full_attention")
+    # A shared expert has three, and some a gate of their own; Gemma 4's dense part has three, and its router one.
+    gated = settings.get("shared_expert_intermediate_size") or settings.get("enable_moe_block")
+    shared = 4 if gated else 3 if settings.get("n_shared_experts") else 0
     attention = 5 if settings.get("q_lora_rank") else 4
     assert len(experts) == (7 - settings.get("first_k_dense_replace", 0) if experts else 0)
     assert len(layers) == 7 * attention + len(experts) * shared + (7 - len(experts)) * 3 - fewer
@@ -67,3 +70,15 @@ def test_a_config_of_no_language_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(CheckpointError, match="no model can be made"):
         dummy_model(tmp_path, CPU, torch.float32, silent, seed=1)
+
+
+def test_scores_of_attention_have_a_sane_size(tmp_path: Path) -> None:
+    """Gemma 4 multiplies them by 1, and trained norms of keys make them small."""
+    settings = json.loads((MODELS / "gemma-4-26b-a4b" / "config.json").read_text())
+    own = {"global_head_dim": 64, "num_global_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**settings, **SMALL, **own}))
+    for layer in dummy_model(tmp_path, CPU, torch.float32, silent, seed=1).get_decoder().layers:
+        attention = layer.self_attn
+        query, key = torch.randn(2, 200, attention.head_dim)
+        scores = attention.q_norm(query) @ attention.k_norm(key).T * attention.scaling
+        assert 0.8 < scores.std() < 1.2

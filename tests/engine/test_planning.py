@@ -18,11 +18,15 @@ from server.checkpoint.parts import SKIPPED, TOWER, described_by
 from server.config import EngineConfig
 from server.engine import planning
 from server.engine.planning import StartMemory, plan_start
+from server.engine.runtime.attention.kernels.kv_cache import bytes_per_token
 from server.engine.runtime.limits import EngineConfigError, MemoryTooSmallError
 from server.engine.runtime.memory import RESERVED_SHARE
 from server.engine.runtime.preparation.assembly import build_runner
-from server.engine.runtime.preparation.estimates import state_bytes
+from server.engine.runtime.preparation.cache import CacheSpec
+from server.engine.runtime.preparation.estimates import adapter_bytes, state_bytes, step_bytes, token_bytes
 from server.engine.runtime.preparation.plan import Memory, MemoryPlan, decide, plan_memory, savings
+from tests.checkpoint.families import COMMON as OF_FAMILIES
+from tests.checkpoint.families import SERVED
 from tests.engine.models import COMMON, HYBRIDS, tiny_model
 
 GIB = 2**30
@@ -63,6 +67,28 @@ def test_experts_of_random_weights_are_in_nf4() -> None:
     experts = 40 * 256 * 3 * 2048 * 512
     assert experts / 2 < plan.parts["weights in NF4"] < 0.55 * experts + GIB
     assert plan.parts["norms and others"] < 0.1 * GIB
+
+
+def test_layers_with_sizes_of_their_own() -> None:
+    """Gemma 4: 25 layers of 8 key heads of 256 elements, 5 of 2 of 512."""
+    text = AutoConfig.from_pretrained(MODELS / "gemma-4-26b-a4b", local_files_only=True)
+    assert token_bytes(text, EngineConfig()) == 2 * 2 * (25 * 8 * 256 + 5 * 2 * 512)
+    assert planner("gemma-4-26b-a4b", 24)(EngineConfig(allow_runtime_lora=True)).fits
+
+
+@pytest.mark.parametrize("family", sorted(SERVED))
+def test_bytes_of_a_token_are_those_that_the_cache_has(family: str) -> None:
+    # Two layers, none of which shares another one's keys and values.
+    shared = {"num_kv_shared_layers": 0} if family.startswith("gemma") else {}
+    model = tiny_model(family, **{**OF_FAMILIES, **SERVED[family], **shared}).to(torch.bfloat16)
+    config = EngineConfig(device="cpu", kv_cache_bytes=2**22, allow_runtime_lora=True)
+    shapes = CacheSpec.of(model, config).shapes
+    text = model.config.get_text_config()
+    if "num_key_value_heads" not in type(text)().to_dict() and "per_layer_config" not in text.to_dict():
+        del text.num_key_value_heads  # the class does not read it
+    assert token_bytes(text, config) == sum(bytes_per_token(shape, torch.bfloat16) for shape in shapes)
+    assert step_bytes(text, 64, 8) > 0
+    assert adapter_bytes(text, config) > 0
 
 
 def test_states_are_those_that_layers_keep() -> None:

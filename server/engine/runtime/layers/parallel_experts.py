@@ -12,6 +12,7 @@ from torch import nn
 from server.engine.runtime.layers.experts import ModuleRouter, Router, SoftmaxRouter
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm, RmsNorm, read_norm
+from server.engine.runtime.layers.projection import Projection, projection_of
 
 NAMES = (
     "router",
@@ -24,11 +25,26 @@ NAMES = (
 
 
 @dataclass(frozen=True)
+class ProjectedRouter:
+    """SoftmaxRouter with normalised weights whose logits another launch computes, of a projection in NF4."""
+
+    projection: Projection
+    top_k: int
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Router."""
+        found: tuple[torch.Tensor, torch.Tensor] = torch.ops.nf4.route(
+            self.projection(x), self.top_k, True, torch.float32
+        )
+        return found
+
+
+@dataclass(frozen=True)
 class ScaledRouter:
     """A router over normalised hidden states, whose weights are multiplied by a factor of each expert."""
 
     norm: RmsNorm
-    router: SoftmaxRouter
+    router: SoftmaxRouter | ProjectedRouter
     factors: torch.Tensor
     """[experts]"""
 
@@ -72,16 +88,19 @@ def _read_router(module: Any) -> Router:
     own = ModuleRouter(module)
     proj, scale, factors = (getattr(module, name, None) for name in ("proj", "scale", "per_expert_scale"))
     root, eps = getattr(module, "scalar_root_size", None), getattr(module, "eps", None)
-    if not isinstance(proj, nn.Linear) or not isinstance(scale, torch.Tensor) or not isinstance(factors, torch.Tensor):
+    if not isinstance(proj, nn.Module) or not isinstance(scale, torch.Tensor) or not isinstance(factors, torch.Tensor):
         return own
     if not isinstance(root, float) or not isinstance(eps, float):
         return own
-    weight = proj.weight
-    random = torch.Generator(device="cpu").manual_seed(weight.shape[0])
-    x = torch.randn(8, weight.shape[1], generator=random).to(weight)
+    random = torch.Generator(device="cpu").manual_seed(scale.shape[0])
+    x = torch.randn(8, scale.shape[0], generator=random).to(scale)
     weights, experts = own(x)
-    norm = RmsNorm((scale.float() * root).to(weight.dtype), eps, 0.0)
-    router = SoftmaxRouter(weight.detach().contiguous(), experts.shape[-1], True, torch.float32)
+    norm, top_k = RmsNorm((scale.float() * root).to(scale.dtype), eps, 0.0), experts.shape[-1]
+    router: SoftmaxRouter | ProjectedRouter
+    if type(proj) is nn.Linear and proj.bias is None:
+        router = SoftmaxRouter(proj.weight.detach().contiguous(), top_k, True, torch.float32)
+    else:
+        router = ProjectedRouter(projection_of(proj), top_k)
     candidate = ScaledRouter(norm, router, factors.detach().float())
     found, chosen = candidate(x)
     # Of logits that rounding makes equal another one may be chosen.

@@ -14,6 +14,7 @@ from server.checkpoint.adapter_files import EMBEDDINGS, OUTPUT_LAYERS
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.lora import AdapterFactors, AdapterWeights, VocabularyChange
 from server.checkpoint.names import is_of_tower
+from server.checkpoint.sharding.shards import layer_configs
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class AdapterNames:
         self.embedding: str = modules[id(model.get_input_embeddings())]
         self.output_layer: str | None = modules.get(id(model.get_output_embeddings()))
         text: Any = model.config.get_text_config()
+        # Classes whose layers have sizes of their own (Gemma 4) fuse no projections.
+        text = layer_configs(text)[0]
         head = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
         keys = head * int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         self._sizes = {"qkv_proj": (head * int(text.num_attention_heads), keys, keys)}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from server.checkpoint.sharding.shards import layer_configs
 from server.checkpoint.states import STATE_KINDS, attends, has_states, kinds_of_layers
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import LayerShape
@@ -26,12 +27,12 @@ def token_bytes(text: Any, engine: EngineConfig, ranks: int = 1) -> int:
 
     text: the configuration of the text's model. Every rank has the latents of latent attention, in 16 bits.
     """
-    kinds = _attending(text)
+    layers = _attending(text)
     if keeps_latents(text, engine):
         latent = LayerShape(1, text.kv_lora_rank + text.qk_rope_head_dim, text.kv_lora_rank, is_latent=True)
-        return len(kinds) * latent.bytes_per_token(DTYPE.itemsize)
+        return len(layers) * latent.bytes_per_token(DTYPE.itemsize)
     dtype = stored_dtype(engine.kv_cache_dtype, DTYPE)
-    return sum(bytes_per_token(_shape(text, kind), dtype) for kind in kinds) // ranks
+    return sum(bytes_per_token(_shape(layer), dtype) for layer in layers) // ranks
 
 
 def latent_bytes(text: Any, engine: EngineConfig) -> int:
@@ -47,21 +48,32 @@ def keeps_latents(text: Any, engine: EngineConfig) -> bool:
     return bool(getattr(text, "kv_lora_rank", None)) and not engine.lora_slots
 
 
-def _attending(text: Any) -> list[str]:
-    """The kinds of the layers that attend."""
-    return [kind for kind in kinds_of_layers(text) or [""] * text.num_hidden_layers if attends(kind)]
+def _layers(text: Any) -> list[Any]:
+    """The configuration of each layer; some layers of Gemma 4 have sizes of their own."""
+    found = layer_configs(text)
+    return found * text.num_hidden_layers if len(found) == 1 else found
 
 
-def _shape(text: Any, kind: str) -> LayerShape:
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if getattr(text, "kv_lora_rank", None):
-        return LayerShape(heads, text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim, heads)
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    if kind == "full_attention":  # Gemma 4's differ from those with a window
-        width = getattr(text, "global_head_dim", None) or width
-        kv_heads = getattr(text, "num_global_key_value_heads", None) or kv_heads
+def _attending(text: Any) -> list[Any]:
+    """The configurations of the layers that attend."""
+    layers = _layers(text)
+    kinds = kinds_of_layers(text) or [""] * len(layers)
+    return [layer for layer, kind in zip(layers, kinds, strict=True) if attends(kind)]
+
+
+def _shape(layer: Any) -> LayerShape:
+    heads = layer.num_attention_heads
+    kv_heads = 1 if getattr(layer, "multi_query", False) else getattr(layer, "num_key_value_heads", None) or heads
+    if getattr(layer, "kv_lora_rank", None):
+        return LayerShape(heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim, heads)
+    width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
     return LayerShape(kv_heads, width, width, heads)
+
+
+def _inner(layer: Any) -> int:
+    """The width of a layer's feed-forward part; Gemma 3n has a list of them. 0: the configuration does not say it."""
+    own: Any = getattr(layer, "intermediate_size", None) or 0
+    return max(own) if isinstance(own, list) else int(own)
 
 
 def state_bytes(config: Any) -> int:
@@ -92,12 +104,16 @@ def _mamba2_sizes(text: Any) -> list[int]:
 
 def step_bytes(text: Any, tokens: int, sequences: int) -> int:
     """About what a largest step holds: activations of a layer, one weight in 16 bits, logits in 32."""
-    dense = getattr(text, "intermediate_size", None) or 0
+    layers = layer_configs(text)
+    dense = max(_inner(layer) for layer in layers)
     inner = dense
-    if experts := getattr(text, "num_experts_per_tok", None):
+    if experts := getattr(text, "num_experts_per_tok", getattr(text, "top_k_experts", None)):
         inner = experts * (getattr(text, "moe_intermediate_size", None) or inner)
-    heads = text.num_attention_heads
-    width = max(heads * (getattr(text, "head_dim", None) or text.hidden_size // heads), 0 if experts else dense)
+    heads = max(
+        layer.num_attention_heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+        for layer in layers
+    )
+    width = max(heads, 0 if experts else dense)
     # Chunks of prompts over states that are matrices.
     chunk = MAX_LIVE_BYTES if any(kind in STATE_KINDS and kind != "conv" for kind in kinds_of_layers(text)) else 0
     activations = max(tokens, sequences) * (3 * inner + 6 * text.hidden_size) * DTYPE.itemsize
@@ -106,10 +122,10 @@ def step_bytes(text: Any, tokens: int, sequences: int) -> int:
 
 def adapter_bytes(text: Any, engine: EngineConfig) -> int:
     """About what the slots of adapters take: factors of all projections, and tables of the vocabulary."""
-    rank, hidden = engine.max_lora_rank or 16, text.hidden_size
-    inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    shape = _shape(text, "")
-    queries, keys = shape.heads * shape.key_dim, shape.kv_heads * shape.key_dim
-    factors = text.num_hidden_layers * rank * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner))
+    rank, hidden, factors = engine.max_lora_rank or 16, text.hidden_size, 0
+    for layer in _layers(text):
+        inner, shape = _inner(layer) or 4 * hidden, _shape(layer)
+        queries, keys = shape.heads * shape.key_dim, shape.kv_heads * shape.key_dim
+        factors += rank * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner))
     tables = sum(kind in engine.lora_extra for kind in ("head", "embedding")) * text.vocab_size * hidden
     return int(engine.lora_slots * (factors + tables) * DTYPE.itemsize)
