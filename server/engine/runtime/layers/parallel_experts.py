@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nf4_kernels.cuda.routing import route
 from server.engine.runtime.layers.experts import ModuleRouter, Router, SoftmaxRouter
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm, RmsNorm, read_norm
@@ -33,10 +34,7 @@ class ProjectedRouter:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Router."""
-        found: tuple[torch.Tensor, torch.Tensor] = torch.ops.nf4.route(
-            self.projection(x), self.top_k, True, torch.float32
-        )
-        return found
+        return route(self.projection(x), self.top_k, True, torch.float32)
 
 
 @dataclass(frozen=True)
