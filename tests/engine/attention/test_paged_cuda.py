@@ -304,7 +304,9 @@ def test_tokens_of_one_sequence_see_each_other_in_a_shared_graph(
 def test_long_heads_on_gpus_with_little_shared_memory(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of GPUs whose thread blocks may have 99 KB; without programmatic dependent launches."""
     for name, value in (("capability", (8, 6)), ("arch", 86)):
-        monkeypatch.setattr(f"server.engine.runtime.attention.kernels.chunk_kernel.{name}", lambda _, value=value: value)
+        monkeypatch.setattr(
+            f"server.engine.runtime.attention.kernels.chunk_kernel.{name}", lambda _, value=value: value
+        )
     for graph in ("", "mixed"):
         check(LayerShape(2, dim, dim, 16), PLAIN, torch.bfloat16, torch.bfloat16, [5, 0, 90], [6, 129, 260], graph)
 
