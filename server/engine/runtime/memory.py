@@ -60,12 +60,12 @@ def measure_step(run: Callable[[], int], device: torch.device) -> int:
 
     Everything that run() allocates must be free when it returns.
     """
-    _settle(device)
+    settle(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     others = run()
     peak = torch.cuda.max_memory_allocated(device)
-    _settle(device)
+    settle(device)
     return peak - before - others
 
 
@@ -123,7 +123,8 @@ class MemoryGauge:
         return resident * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
+    """Wait for a CUDA device, and give the memory that torch keeps for later tensors back, so that it counts as free."""
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ from server.engine.runtime.exchange import least
 from server.engine.runtime.followers import Followers
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_limits
+from server.engine.runtime.memory import settle
 from server.engine.runtime.model.class_forward import adapt_forward
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
 from server.engine.runtime.model.exchanged import exchange_outputs
@@ -71,6 +72,8 @@ def build_runner(
     device = model.device
     if config.batch_invariant and (config.enforce_eager or device.type != "cuda"):
         raise EngineConfigError("engine.batch_invariant needs CUDA, and engine.enforce_eager off")
+    if device.type == "cuda":
+        settle(device)  # what loading has taken for a while
     read_from_host(model)
     keep_in_16_bits(model)
     replace_projections(model)

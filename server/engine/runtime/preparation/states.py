@@ -32,7 +32,7 @@ from server.engine.runtime.limits import (
     sequence_limit,
     token_budget,
 )
-from server.engine.runtime.memory import is_out_of_memory, reserve
+from server.engine.runtime.memory import is_out_of_memory, reserve, settle
 from server.engine.runtime.model.projections import NF4Linear
 from server.engine.runtime.preparation.estimates import step_bytes
 from server.engine.runtime.states.pool import StatePool
@@ -189,6 +189,8 @@ def _slots(state: int, bytes_per_block: int, model: PreTrainedModel, config: Eng
 def _usable(model: PreTrainedModel, config: EngineConfig) -> tuple[int, int | None]:
     """Bytes for states and the KV cache, and of these the cache's, if that is fixed."""
     device = model.device
+    if device.type == "cuda":
+        settle(device)
     free = available_bytes(device)
     if device.type == "cuda":
         text = model.config.get_text_config()
