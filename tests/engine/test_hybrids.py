@@ -24,7 +24,7 @@ from server.engine.runtime.layers.outer import write_rotary
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.preparation import states
 from server.engine.runtime.preparation.assembly import build_runner
-from server.engine.runtime.states.pool import StateError
+from server.engine.runtime.states.pool import StateError, StatePool
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.types import GenerateRequest, RequestOutput
@@ -300,6 +300,13 @@ def test_snapshots_that_the_device_has_no_room_for_are_found_in_host_memory(fami
     assert stats.state_snapshots == 1
     assert stats.state_snapshots_on_host > 3
     assert stats.state_snapshot_hits == stats.state_snapshot_host_hits == 3
+
+
+def test_host_memory_that_does_not_keep_a_state_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StatePool, "copy", lambda *_: None)
+    config = CONFIG.model_copy(update={"state_snapshot_host_bytes": 2**20})
+    with pytest.raises(EngineConfigError, match=r"state_snapshot_host_bytes is 1048576: .* comes back changed"):
+        build_runner(copy.deepcopy(model_of("qwen3_5_text")), config)
 
 
 def test_snapshots_have_a_budget_of_their_own(family: str) -> None:

@@ -66,7 +66,7 @@ class StatePool:
     ) -> None:
         """kinds: one for each layer that has a state, in order. has_backups: whether draft tokens are verified.
 
-        Raises RuntimeError if the host's memory cannot be pinned.
+        Raises RuntimeError if the host's memory cannot be pinned, or does not keep a state as it was.
         """
         self.kinds = list(kinds)
         self.max_num_seqs = max_num_seqs
@@ -94,6 +94,8 @@ class StatePool:
             for stack in (self._tensors() if num_host_snapshots else ())
         ]
         self._seen = np.full(count + num_host_snapshots, _UNKNOWN, np.int64)
+        if num_host_snapshots:
+            self._check_host()
         self._step: StateStep | None = None
         # The slots of decode graphs, and pinned memory from which they are copied, taken in turn.
         self._graph_slots = torch.full((max_num_seqs,), PADDING, dtype=torch.int32, device=device)
@@ -211,6 +213,16 @@ class StatePool:
                 for own, other in zip(self._by_layer(target), self._by_layer(source), strict=True):
                     own.copy_(other, non_blocking=True)
             self._seen[target] = self._seen[source]
+
+    def _check_host(self) -> None:
+        first, second, host = self._by_layer(0), self._by_layer(1), self.host_snapshots[0]
+        for tensor in first:
+            tensor.normal_()
+        self.copy([(0, host), (host, 1)])
+        if not all(map(torch.equal, first, second)):
+            raise RuntimeError("a state that was kept in host memory comes back changed")
+        self.clear(0)
+        self.clear(1)
 
     def _by_layer(self, slot: int) -> list[torch.Tensor]:
         first = self.host_snapshots.start
