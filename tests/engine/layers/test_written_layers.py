@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from server.config import EngineConfig
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
 from server.engine.runtime.attention.graph_backend import DecodeForm
 from server.engine.runtime.layers import projection
-from server.engine.runtime.layers.experts import LogitsRouter, ModuleRouter, SigmoidRouter, read_router
+from server.engine.runtime.layers.decoder import DecoderLayer
+from server.engine.runtime.layers.experts import Experts, LogitsRouter, ModuleRouter, SigmoidRouter, read_router
 from server.engine.runtime.layers.norm import RmsNorm, read_rms_norm
 from server.engine.runtime.layers.parts import UnknownLayerError
 from server.engine.runtime.layers.rotary_functions import angle_step
@@ -243,6 +244,22 @@ def test_the_page_of_models_says_which_have_written_layers() -> None:
     dense, mixtures = (set(re.findall(r"`(\w+)`", names)) for names in lists)
     assert dense == set(WRITTEN)
     assert mixtures == set(WRITTEN_MIXTURES)
+
+
+@pytest.mark.parametrize(("mlp", "differing", "fails"), [(False, 1, True), (True, 8, False), (True, 9, True)])
+def test_single_tokens_may_choose_other_experts(mlp: bool, differing: int, fails: bool) -> None:
+    """Rounding alone decides between experts that are nearly equal; without a mixture no token may differ."""
+    x, expected = torch.randn(1, 17, 8), torch.randn(1, 17, 8)
+
+    def written(_: torch.Tensor) -> torch.Tensor:
+        found = expected.clone()
+        found[:, :differing] *= 2
+        return found
+
+    written.mlp = Experts(lambda y: (y, y), nn.Identity()) if mlp else None
+    comparison = written_layers._Comparison(3, cast(DecoderLayer, written), torch.float32)
+    comparison.hook(nn.Identity(), (x,), {}, expected)
+    assert bool(comparison.wrong()) == fails
 
 
 def test_routers_are_told_apart() -> None:

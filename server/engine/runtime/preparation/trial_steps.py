@@ -42,9 +42,10 @@ class TrialSteps:
         self.largest_error = 0.0
         """The largest relative error that difference() has seen."""
 
-    def run(self, count: int) -> torch.Tensor:
-        """Logits [count, vocabulary] of a first chunk of count tokens."""
-        return self._paged.run(self.first_chunk(count))
+    def run(self, count: int, first: int = 0) -> torch.Tensor:
+        """Logits [count, vocabulary] of a first chunk of count tokens; another sequence for each number `first`."""
+        batch = self.first_chunk(count)
+        return self._paged.run(replace(batch, ids=(batch.ids + first) % self._paged.vocab_size) if first else batch)
 
     def first_chunk(self, count: int) -> Batch:
         """A step of one sequence's first count tokens, in the cache's first blocks, all of whose logits are wanted.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.exchange import agreed, is_alone
 from server.engine.runtime.layers.decoder import DecoderLayer
+from server.engine.runtime.layers.experts import Experts
 from server.engine.runtime.layers.outer import write_norm, write_rotary
 from server.engine.runtime.layers.parts import UnknownLayerError
 from server.engine.runtime.layers.rotary_functions import rotating
@@ -35,6 +37,8 @@ _OWN = (
 _ELSEWHERE = "so it is on another rank"
 _TOKENS = (1, 17)
 """Tokens of the steps on which layers are compared."""
+_SINGLES = 7
+"""Steps of one token in a model with a mixture of experts, whose routers may choose another expert by rounding."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.04, torch.float16: 0.01}
 """Largest difference in what a layer adds to its input, relative to the norm of that."""
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -136,21 +140,23 @@ def _compare(
     Returns how many outputs those have that give a tuple of them.
     """
     # All of them, also after a difference, because other ranks wait for this one's part of every sum.
-    wrong: list[str] = []
-    outputs: dict[int, int] = {}
+    comparisons = [_Comparison(index, own, dtype) for index, own in enumerate(written)]
     handles = [
-        layer.register_forward_hook(_hook(index, own, dtype, wrong, outputs), with_kwargs=True)
-        for index, (layer, own) in enumerate(zip(layers, written, strict=True))
+        layer.register_forward_hook(comparison.hook, with_kwargs=True)
+        for layer, comparison in zip(layers, comparisons, strict=True)
     ]
+    is_mixture = any(isinstance(own.mlp, Experts) for own in written)
     try:
         for count in _TOKENS:
-            steps.run(count)
+            for first in range(_SINGLES if is_mixture and count == 1 else 1):
+                steps.run(count, first)
     finally:
         for handle in handles:
             handle.remove()
-    if wrong:
-        raise ValueError(wrong[0])
-    return outputs
+    wrong = next(filter(None, (comparison.wrong() for comparison in comparisons)), None)
+    if wrong is not None:
+        raise ValueError(wrong)
+    return {each.index: each.outputs for each in comparisons if each.outputs is not None}
 
 
 def _shaped(layer: DecoderLayer, outputs: int | None) -> Callable[..., Any]:
@@ -160,23 +166,41 @@ def _shaped(layer: DecoderLayer, outputs: int | None) -> Callable[..., Any]:
     return lambda *args, **named: (layer(*args, **named), *[None] * (outputs - 1))
 
 
-def _hook(
-    index: int, written: DecoderLayer, dtype: torch.dtype, wrong: list[str], outputs: dict[int, int]
-) -> Callable[..., None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+class _Comparison:
+    """What a written layer gives beside transformers' own, for what this one is given.
+
+    With a mixture of experts each token is compared by itself, and half of those of one token count may differ: a router
+    chooses another expert for some by rounding.
+    """
+
+    def __init__(self, index: int, written: DecoderLayer, dtype: torch.dtype) -> None:
+        self.index = index
+        self.outputs: int | None = None
+        """Outputs of the own layer, if it gives a tuple of them."""
+        self._written, self._dtype = written, dtype
+        self._errors: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+
+    def hook(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A forward hook of the own layer."""
         given = dict(kwargs)
         x: torch.Tensor = args[0] if args else given.pop("hidden_states")
         expected: torch.Tensor = output[0] if isinstance(output, tuple) else output
         if isinstance(output, tuple):
-            outputs[index] = len(output)
-        found = written(x.clone(), *args[1:], **given)
-        added = (expected.float() - x.float()).norm()
-        error = float((found.float() - expected.float()).norm())
-        allowed = float(_TOLERANCES[dtype] * added + _ROUNDING[dtype] * expected.float().norm())
-        if not error <= allowed:
-            wrong.append(f"layer {index} by {error / float(added):.1e} with {x.shape[-2]} tokens")
+            self.outputs = len(output)
+        found = self._written(x.clone(), *args[1:], **given)
+        rows = x.shape[-2] if isinstance(self._written.mlp, Experts) else 1
+        own, other, before = (each.float().reshape(rows, -1) for each in (expected, found, x))
+        added, error = (own - before).norm(dim=1), (other - own).norm(dim=1)
+        allowed = _TOLERANCES[self._dtype] * added + _ROUNDING[self._dtype] * own.norm(dim=1)
+        self._errors[x.shape[-2]] += zip((error / added).tolist(), (~(error <= allowed)).tolist(), strict=True)
 
-    return hook
+    def wrong(self) -> str | None:
+        """Say that the layers differ by more than rounding, if they do."""
+        for count, errors in self._errors.items():
+            failed = [error for error, fails in errors if fails]
+            if 2 * len(failed) > len(errors):
+                return f"layer {self.index} by {failed[0]:.1e} with {count} tokens"
+        return None
 
 
 def _put(paged: PagedModel, layers: Sequence[nn.Module], written: Sequence[Callable[..., Any]]) -> Callable[[], None]:
