@@ -2,7 +2,7 @@
 
 This process holds the memory of a larger GPU but for a case's GiB, so that the driver gives no more than these, to CUDA
 graphs and the code of kernels neither. Each case is an engine with random weights in a process of its own, for which the
-GPU's memory is that size. Writes bench/results/memory-<device>.json.
+GPU's memory is that size. Writes bench/results/memory-<device>.json; the rows that the file had become its "before".
 """
 
 from __future__ import annotations
@@ -172,12 +172,13 @@ def main() -> int:
     device = gpu_in_file_names()
     path = options.out or RESULTS / f"memory-{device}.json"
     what = "random weights, bytes; graphs_and_workspaces: all but the CUDA context, weights, copies and the cache"
-    state = {"device": device, "commit": current_commit(), "versions": versions(), "what": what}
+    state = {"device": device, "versions": versions(), "what": what}
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
     rows: list[Row] = []
     for row in rows_of(options.cases, options.timeout):
-        rows.append(row)
+        rows.append({**row, "commit": current_commit()})
         print(json.dumps(row), flush=True)
-        path.write_text(json.dumps({**state, "rows": rows}, indent=1) + "\n")
+        path.write_text(json.dumps({**state, "rows": rows, "before": before}, indent=1) + "\n")
     return 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.api_processes.tables import api_processes
 from bench.ray_serve import tables as ray_serve
 from bench.speculation import tables as speculation_tables
-from bench.tables import busy, cards, engine, fits, parallel, release, sampling
+from bench.tables import busy, cards, engine, fits, memory, parallel, posed, release, sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = (
@@ -39,6 +39,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm": engine.vllm,
     "fits": fits.fits,
     "cards": cards.cards,
+    "memory": memory.memory,
+    "posed": posed.posed,
     "release": release.release,
     "vllm-plugin": engine.vllm_plugin,
     "busy": busy.busy,

@@ -1,4 +1,4 @@
-"""The table of the whole engine on an H100 that poses as sm_86, from bench/results/posed-86-engine-nvidia-h100.json."""
+"""The table of the whole engine on an H200 that poses as sm_86, from bench/results/posed-86-engine-nvidia-h200.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _POINTS = ((1, 100), (8, 100), (32, 100), (48, 100), (64, 100), (100, 100), (128
 
 def posed() -> str:
     """Decode by sequences x tokens and prefill, by model and form, under them vLLM's by Marlin on another GPU."""
-    result = load("posed-86-engine-nvidia-h100.json")
+    result = load("posed-86-engine-nvidia-h200.json")
     forms: dict[tuple[str, str, str], list[Result]] = {}
     for row in result["rows"]:
         forms.setdefault((row["model"], row["dtype"], row["kv"]), []).append(row)

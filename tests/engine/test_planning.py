@@ -139,6 +139,22 @@ def test_an_image_tower_takes_its_part_of_a_small_gpu() -> None:
         assert plan(wanted.model_copy(update=changes)).fits
 
 
+@pytest.mark.parametrize(("gib", "chosen"), [(14.4, "nf4"), (14.48, "nf4"), (14.7, "off")])
+def test_the_output_layer_becomes_nf4_where_the_cache_would_hardly_hold_a_context(gib: float, chosen: str) -> None:
+    """On an H200 with 14.4 GiB free, gpt-oss-20b's cache held 14,912 tokens, and its plan said 16,798."""
+    plan = planner("gpt-oss-20b", gib)
+    decided = decide(EngineConfig(max_model_len=16384), plan)
+    assert decided.quantize_output_layer == chosen
+    assert plan(decided).tokens > 16384
+
+
+def test_scales_of_experts_without_whole_groups_are_plain() -> None:
+    """gpt-oss has 126.5 groups of 256 blocks in a projection of an expert."""
+    plan = planner("gpt-oss-20b", 80)(EngineConfig())
+    experts = 24 * 32 * 3 * 2880 * 2880
+    assert plan.parts["weights in NF4"] == pytest.approx((0.5 + 4 / 64) * experts, rel=0.05)
+
+
 def test_a_hybrids_parts_are_what_its_file_has() -> None:
     plan = planner("qwen3.8-27b", 80)(EngineConfig(max_num_seqs=1, enable_prefix_caching=False))
     gb = {name: size / 1e9 for name, size in plan.parts.items()}
