@@ -27,7 +27,7 @@ class ImageShape:
     processor: dict[str, Any]
     """preprocessor_config.json."""
     tensors: tuple[str, ...]
-    """What the tower takes of what the processor gives."""
+    """Tensors of the processor that the tower takes."""
     tokens_of: Callable[[Arrays], int]
     """Tokens of an image, by what the processor gives."""
     marks: tuple[str, str]

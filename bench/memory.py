@@ -1,4 +1,4 @@
-"""What a start and a long request take of a GPU with little memory: python -m bench.memory --help.
+"""Memory of a small GPU that a start and a long request take: python -m bench.memory --help.
 
 This process holds the memory of a larger GPU but for a case's GiB, so that the driver gives no more than these, to CUDA
 graphs and the code of kernels neither. Each case is an engine with random weights in a process of its own, for which the

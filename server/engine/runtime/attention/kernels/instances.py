@@ -1,4 +1,4 @@
-"""What the Triton attention kernels are compiled for, handed to them as constants."""
+"""Forms that the Triton attention kernels are compiled for, handed to them as constants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LATENT_TILE, _LATENT_STAGES, _LATENT_WARPS, _LATENT_COLUMNS = 32, 3, 4, 128
 
 
 class Shared(IntEnum):
-    """How several tokens of a launch may be of one sequence, one after another."""
+    """Ways in which several tokens of a launch may be of one sequence, one after another."""
 
     NO = 0
     WRITTEN = 1
@@ -99,7 +99,7 @@ class DecodeInstance:
     group: int
     """Query heads that share a key head."""
     counted: int
-    """Where in numbers the number of items lies."""
+    """Place in numbers of the number of items."""
     pitch: int
     """KV blocks of a row of the block tables."""
     cap: float
@@ -113,7 +113,7 @@ class DecodeInstance:
     overlap: bool
     """Whether the launch starts before the one in front has ended (programmatic dependent launch)."""
     shared: Shared
-    """How several of the launch's tokens may be of one sequence."""
+    """Way in which several of the launch's tokens may be of one sequence."""
 
     @property
     def warps(self) -> int:
@@ -129,7 +129,7 @@ class DecodeInstance:
 
     @property
     def reduced(self) -> int:
-        """How many parts' sums the thread block that ends last loads at a time: each turn takes the latency of L2."""
+        """Number of parts' sums that the thread block that ends last loads at a time: each turn takes the latency of L2."""
         is_small = self.few * self.cache.dim <= _MOST_OF_SIXTEEN and self.cache.dim <= _LONGEST_OF_SIXTEEN
         return 16 if is_small else 8
 
