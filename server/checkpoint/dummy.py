@@ -154,6 +154,14 @@ def fill_randomly(
             model._init_weights(module)
     for _, module in modules:
         _scale_keys(module)
+        _scale_experts(module)
+
+
+def _scale_experts(module: Any) -> None:
+    """Give experts' results EXPERTS_SHARE if a norm after them takes away what their weights give (Gemma 4)."""
+    weight = getattr(getattr(module, "post_feedforward_layernorm_2", None), "weight", None)
+    if hasattr(module, "experts") and isinstance(weight, torch.Tensor) and weight.device.type != "meta":
+        weight.data.mul_(EXPERTS_SHARE)
 
 
 def _scale_keys(module: Any) -> None:

@@ -72,7 +72,7 @@ def test_a_config_of_no_language_model_is_refused(tmp_path: Path) -> None:
         dummy_model(tmp_path, CPU, torch.float32, silent, seed=1)
 
 
-def test_scores_of_attention_have_a_sane_size(tmp_path: Path) -> None:
+def test_scores_of_attention_and_shares_of_experts_are_sane(tmp_path: Path) -> None:
     """Gemma 4 multiplies them by 1, and trained norms of keys make them small."""
     settings = json.loads((MODELS / "gemma-4-26b-a4b" / "config.json").read_text())
     own = {"global_head_dim": 64, "num_global_key_value_heads": 1}
@@ -82,3 +82,6 @@ def test_scores_of_attention_have_a_sane_size(tmp_path: Path) -> None:
         query, key = torch.randn(2, 200, attention.head_dim)
         scores = attention.q_norm(query) @ attention.k_norm(key).T * attention.scaling
         assert 0.8 < scores.std() < 1.2
+        # A router that chooses another expert by rounding changes less.
+        x = torch.randn(20, 128)
+        assert layer.post_feedforward_layernorm_2(x).std() < 0.3 * layer.post_feedforward_layernorm_1(x).std()
