@@ -1,8 +1,8 @@
 """Times of GEMMs' launches on this GPU, by which they are chosen, kept in the cache: python -m nf4_kernels.tune --help.
 
 They belong to a GPU's name, its driver, the kernels' sources and a weight's shape; what the cache has for another of these
-is not found. NF4_TUNE=off leaves all choices to the fitted costs. A start on Hopper uses what is kept and measures with
-NF4_TUNE=on alone: there fitted costs choose launches that take 0.7 % longer than the fastest, in the mean.
+is not found. A start uses what is kept, and with NF4_TUNE=on measures what is not. NF4_TUNE=off leaves all choices to the
+fitted costs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def by_shape(weights: Sequence[Weight]) -> dict[str, list[Weight]]:
 
 
 def tuned(shapes: Shapes, dtype: torch.dtype, progress: Progress, budget_s: float = BUDGET_S) -> dict[str, Times]:
-    """The times of these shapes, on the current device: kept ones, and others that are measured now and kept.
+    """The times of these shapes, on the current device: kept ones; if NF4_TUNE is on, others are measured now and kept.
 
     Call where no graph is being captured. Empty in float32, if NF4_TUNE is off, or if the kernels cannot be used. Shapes
     for which budget_s is too short are left out, and measured the next time.
@@ -61,7 +61,7 @@ def tuned(shapes: Shapes, dtype: torch.dtype, progress: Progress, budget_s: floa
     if _is_off() or not shapes or dtype == torch.float32 or cuda.load_error() is not None:
         return {}
     times, begun = kept(), time.monotonic()
-    missing = [shape for shape in shapes if shape not in times and _measures()]
+    missing = [shape for shape in shapes if shape not in times and os.environ.get("NF4_TUNE") == "on"]
     for done, shape in enumerate(missing):
         if time.monotonic() - begun > budget_s:
             logger.warning(
@@ -166,10 +166,6 @@ def _is_off() -> bool:
     return os.environ.get("NF4_TUNE") == "off"
 
 
-def _measures() -> bool:
-    return os.environ.get("NF4_TUNE") == "on" or arch(torch.device("cuda", torch.cuda.current_device())) != 90
-
-
 def _keep(times: Mapping[str, Times]) -> None:
     try:
         path = _file()
@@ -210,8 +206,8 @@ def main() -> int:
     """Measure what is not kept, print all; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m nf4_kernels.tune",
-        description="Measure which launches compute GEMMs fastest on this GPU, for nf4_kernels.tune.use_kept() and for a "
-        "server on Hopper; on other GPUs a server measures its model's weights by itself.",
+        description="Measure which launches compute GEMMs fastest on this GPU, for the server and for "
+        "nf4_kernels.tune.use_kept(). A start of the server with NF4_TUNE=on measures its model's weights by itself.",
     )
     parser.add_argument("shapes", nargs="+", metavar="NxK", help="a weight's output and input features: 28672x4096")
     parser.add_argument("--blocksize", type=int, default=64)
