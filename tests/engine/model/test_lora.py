@@ -204,7 +204,7 @@ def test_other_bases_and_ranks_are_refused(folder: Path, tmp_path: Path) -> None
         engine_with(tmp_path, ["nothing"])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3", "phi"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gemma4_text", "phi3", "phi"])
 def test_families(family: str, tmp_path: Path) -> None:
     save_adapter(tiny_model(family), tmp_path / "a", 0, 0.3, r=4, target_modules="all-linear")
     check_answers(engine_with(tmp_path, ["a"], family), tmp_path, "a", family=family)
