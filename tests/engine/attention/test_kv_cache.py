@@ -57,7 +57,7 @@ def test_every_token_of_a_chunk_is_in_one_item() -> None:
     numbers = chunk_items.layout(rows, lengths, starts, np.array([4, 3, 2, 1]), 32)
     assert numbers[0, 0] == len(numbers) - 1 <= chunk_items.most_items(int(lengths.sum()), 4, 32)
     found = sorted(
-        (row + i, start + i, table) for row, count, start, table in numbers[1:].tolist() for i in range(count)
+        (row + i, start + i, table) for row, count, start, table, *_ in numbers[1:].tolist() for i in range(count)
     )
     expected = [
         (row + i, start + i, table)
@@ -66,3 +66,21 @@ def test_every_token_of_a_chunk_is_in_one_item() -> None:
     ]
     assert found == expected
     assert numbers[1:, 2].tolist() == sorted(numbers[1:, 2].tolist(), reverse=True)
+    assert numbers[1:, 4:7].tolist() == [[0, start + count, 1] for _, count, start, *_ in numbers[1:].tolist()]
+
+
+def test_keys_of_few_items_are_split() -> None:
+    lengths, starts = np.array([40, 33]), np.array([30000, 0])
+    room = chunk_items.chunk_room(132, 4)
+    numbers = chunk_items.layout(lengths.cumsum() - lengths, lengths, starts, np.array([1, 2]), 32, room)
+    assert len(numbers) - 1 <= min(room.wave + room.spare, chunk_items.most_items(73, 2, 32, room))
+    by_tokens: dict[tuple[int, int], list[list[int]]] = {}
+    for row, count, start, _, begin, end, parts, _ in numbers[1:].tolist():
+        by_tokens.setdefault((row, start + count), []).append([begin, end, parts])
+    assert sorted(end for _, end in by_tokens) == [32, 33, 30032, 30040]
+    for (_, last), of_tokens in by_tokens.items():
+        assert [parts for *_, parts in of_tokens] == [len(of_tokens)] * len(of_tokens)
+        assert [begin for begin, *_ in of_tokens] == [0, *(end for _, end, _ in of_tokens[:-1])]
+        assert of_tokens[-1][1] == last
+        assert len(of_tokens) > 8 or last < 40
+    assert len(chunk_items.layout(lengths * 0, lengths * 32, starts, np.array([1, 2]), 32, room)) == 74

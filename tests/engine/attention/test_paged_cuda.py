@@ -147,6 +147,8 @@ CACHES = [
         (LayerShape(3, 64, 64, 15), [15, 16, 17, 0], [16, 17, 18, 1]),
         (LayerShape(1, 256, 256, 1), [5, 0, 62], [6, 129, 66]),
         (LayerShape(2, 512, 512, 16), [5, 0, 340, 62], [6, 129, 341, 66]),
+        # Few tokens behind many: their keys are split.
+        (LayerShape(4, 128, 128, 24), [9000, 5, 0], [9060, 6, 33]),
     ],
 )
 def test_a_step_attends_as_the_reference(

@@ -171,31 +171,34 @@ import numpy as np
 import torch
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
 from server.engine.runtime.attention.kernels import chunk_items
-from server.engine.runtime.attention.kernels.chunk_kernel import attend_chunks, tokens_per_item
+from server.engine.runtime.attention.kernels.chunk_kernel import PartialSums, attend_chunks, tokens_per_item
+from server.engine.runtime.attention.kernels.decode.key_parts import Room
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.kernels.kv_write import quantize_kv
 from server.engine.runtime.trials import relative_error
 
 torch.cuda.get_device_capability = lambda device=None: (8, 6)
 torch.manual_seed(0)
-kv_heads, group, size, tokens, start = 2, 3, 16, 90, 60
-cache = LayerCache.zeros(LayerShape(kv_heads, dim, dim, 6), 9, size, torch.int8, torch.device("cpu"))
-table = torch.randperm(9).to(torch.int32)[None]
+kv_heads, group, size, tokens, start = 2, 3, 16, 390, 330
+cache = LayerCache.zeros(LayerShape(kv_heads, dim, dim, 6), 25, size, torch.int8, torch.device("cpu"))
+table = torch.randperm(25).to(torch.int32)[None]
 key, value = torch.randn(2, tokens, kv_heads, dim).half()
 places = torch.arange(tokens)
 quantize_kv(cache.data, cache.scales, key, value, table[0, places // size].long() * size + places % size)
 query = torch.randn(tokens - start, kv_heads * group, dim).half()
-out = torch.empty_like(query)
-one = np.zeros(1, np.int64)
 kind = Kind(kv_heads * group, kv_heads, dim, AttentionOptions(0.1))
-numbers = torch.from_numpy(
-    chunk_items.layout(one, one + tokens - start, one + start, one, tokens_per_item(kind, torch.device("cpu")))
-)
-attend_chunks(cache, query, out, numbers, len(numbers) - 1, table, kind.options)
+one, own = np.zeros(1, np.int64), tokens_per_item(kind, torch.device("cpu"))
 scores = torch.einsum("qhgd,nhd->hgqn", query.double().view(-1, kv_heads, group, dim), key.double()) * 0.1
 scores = scores.masked_fill(places > places[start:, None], -torch.inf)
 expected = torch.einsum("hgqn,nhd->qhgd", scores.softmax(-1), value.double()).flatten(1, 2)
-assert relative_error(out, expected) < 0.02
+# With all of their keys, and with parts of them in room for more items than there are.
+for room in (None, Room(14, 42, 64)):
+    out = torch.full_like(query, torch.nan)
+    partial = room and PartialSums(room, [kind], out.device)
+    numbers = torch.from_numpy(chunk_items.layout(one, one + tokens - start, one + start, one, own, room))
+    assert len(numbers) - 1 <= chunk_items.most_items(tokens - start, 1, own, room) and (room is None or len(numbers) > 10)
+    attend_chunks(cache, query, out, numbers, len(numbers) - 1, table, AttentionOptions(0.1), partial=partial)
+    assert relative_error(out, expected) < 0.02
 """
 STEPS = {
     "int8": """
@@ -242,14 +245,17 @@ def test_chunks_fit_the_shared_memory_of_a_thread_block(dim: int, capability: tu
     code = f"""
 import torch
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
-from server.engine.runtime.attention.kernels.chunk_kernel import attend_chunks
-from server.engine.runtime.attention.kernels.kv_cache import LayerCache
+from server.engine.runtime.attention.kernels.chunk_kernel import PartialSums, attend_chunks
+from server.engine.runtime.attention.kernels.decode.key_parts import Room
+from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 
 numbers, tables = torch.zeros(64, dtype=torch.int32), torch.zeros(4, 64, dtype=torch.int32)
-query = torch.zeros(8, 16, {dim}, dtype=torch.bfloat16)
+query, options = torch.zeros(8, 16, {dim}, dtype=torch.bfloat16), AttentionOptions(0.1)
+partial = PartialSums(Room(4, 12, 256), [Kind(16, 8, {dim}, options)], torch.device("cpu"))
 for dtype in (torch.bfloat16, torch.int8):
     cache = LayerCache.zeros(LayerShape(8, {dim}, {dim}, 16), 8, 16, dtype, torch.device("cpu"))
-    attend_chunks(cache, query, torch.empty_like(query), numbers, 4, tables, AttentionOptions(0.1))
+    attend_chunks(cache, query, torch.empty_like(query), numbers, 4, tables, options, None, partial)
+assert 0 < shared_memory["_reduce"] <= {most}, shared_memory
 assert 0 < shared_memory["_attend"] <= {most}, shared_memory
 """
     run_compiled(code, capability)

@@ -66,7 +66,7 @@ class CudaBackend(GraphBackend):
         device: torch.device,
     ) -> None:
         """cache_dtype: bfloat16, float16, float8_e4m3fn or int8."""
-        from server.engine.runtime.attention.kernels.chunk_kernel import attend_chunks, tokens_per_item
+        from server.engine.runtime.attention.kernels.chunk_kernel import PartialSums, attend_chunks, tokens_per_item
         from server.engine.runtime.attention.kernels.kv_write import quantize_kv, write_kv
 
         self._attend_chunks, self._write_kv, self._quantize_kv = attend_chunks, write_kv, quantize_kv
@@ -77,6 +77,9 @@ class CudaBackend(GraphBackend):
         self._kinds = [Kind.of(shape, option) for shape, option in zip(shapes, options, strict=True)]
         self._tokens_per_item = {kind: tokens_per_item(kind, device) for kind in self._kinds}
         self._split_keys = True
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        room = chunk_items.chunk_room(processors, max(kind.groups for kind in self._kinds))
+        self._partial: PartialSums | None = PartialSums(room, self._kinds, device)
         # The kinds for which decode graphs attend by the compiled kernel, once it has been tried.
         self._compiled: Collection[Kind] = ()
         self._prefill: FlashInferPrefill | None = None
@@ -133,9 +136,10 @@ class CudaBackend(GraphBackend):
     def _chunk_items(self, spans: Spans, places: slice | list[int]) -> dict[int, torch.Tensor]:
         """chunk_items.layout() of the spans at these places, in pinned memory, by the tokens of an item."""
         columns = spans.first_rows[places], spans.lengths[places], spans.starts[places], spans.rows[places]
+        room = None if self._partial is None else self._partial.room
         # A copy from memory that is not pinned would wait for the step that is running.
         return {
-            tokens: torch.from_numpy(chunk_items.layout(*columns, tokens)).pin_memory()
+            tokens: torch.from_numpy(chunk_items.layout(*columns, tokens, room)).pin_memory()
             for tokens in set(self._tokens_per_item.values())
         }
 
@@ -157,6 +161,8 @@ class CudaBackend(GraphBackend):
         """Do as GraphBackend says. With split_keys the compiled kernel attends, where it computes what Triton's does."""
         room = max_num_seqs, -(-max_model_len // self._block_size)
         self._split_keys, self._decode = split_keys, None
+        if not split_keys:
+            self._partial = None
         cache = self._cache[0]
         if split_keys and cache.scales is None:
             own = cache.data.dtype, self._block_size, self._device
@@ -200,7 +206,9 @@ class CudaBackend(GraphBackend):
         self._plan_singles(spans, singles, sequences)
         chunks = {}
         for tokens, numbers in self._chunk_items(spans, slice(singles, None)).items():
-            most = chunk_items.most_items(size, sequences, tokens)
+            most = chunk_items.most_items(
+                size, sequences, tokens, None if self._partial is None else self._partial.room
+            )
             if tokens not in self._graph_chunks:
                 # The largest graph is captured first, and all sizes share its memory.
                 room = torch.zeros(1 + most, chunk_items.FIELDS, dtype=torch.int32, device=self._device)
@@ -239,7 +247,8 @@ class CudaBackend(GraphBackend):
             self._long.attend(kind, query, cache.data, out)
         elif launches.chunks:
             numbers, items = launches.chunks[self._tokens_per_item[kind]]
-            self._attend_chunks(cache, query, out, numbers, items, decode.tables.blocks, options, sinks)
+            tables = decode.tables.blocks
+            self._attend_chunks(cache, query, out, numbers, items, tables, options, sinks, self._partial)
         causal = self.windowed_images and options.window is None
         if self._image_queries and cache.scales is None and not causal:
             own = None if sinks is None else sinks.unsqueeze(-1)

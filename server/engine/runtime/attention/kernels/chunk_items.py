@@ -5,25 +5,41 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-FIELDS = 4
+from server.engine.runtime.attention.kernels.decode.key_parts import Numbers, Room, split_keys
 
-_Numbers = npt.NDArray[np.int64]
+FIELDS = 8
+# Keys of a part at least: the sums of one take as long to write and to read again as some hundred keys.
+_SMALLEST_PART = 256
+# Items beyond a wave of thread blocks that split keys may make: parts of few items fill the last of several waves.
+_SPARE_WAVES = 3
 
 
-def most_items(tokens: int, sequences: int, tokens_per_item: int) -> int:
+def chunk_room(processors: int, kv_heads: int) -> Room:
+    """Room for parts of the keys of a step's items, on a device of so many multiprocessors, one thread block for each."""
+    wave = max(1, processors // kv_heads)
+    return Room(wave, _SPARE_WAVES * wave, _SMALLEST_PART)
+
+
+def most_items(tokens: int, sequences: int, tokens_per_item: int, room: Room | None = None) -> int:
     """The most items that chunks of `sequences` sequences with `tokens` tokens in all can have."""
-    return tokens // tokens_per_item + min(tokens, sequences)
+    return tokens // tokens_per_item + min(tokens, sequences) + (0 if room is None else room.spare)
 
 
 def layout(
-    rows: _Numbers, lengths: _Numbers, starts: _Numbers, table_rows: _Numbers, tokens_per_item: int
+    rows: Numbers,
+    lengths: Numbers,
+    starts: Numbers,
+    table_rows: Numbers,
+    tokens_per_item: int,
+    room: Room | None = None,
 ) -> npt.NDArray[np.int32]:
     """A step's chunks as the kernel reads them: int32 [1 + items, FIELDS], the number of items first in the first row.
 
     rows, lengths, starts, table_rows: int64 [chunks], each chunk's first row of the batch, its tokens, the position of its
-    first token and its row of the block tables. An item is some of a chunk's tokens: first row of the batch, tokens,
-    position of the first one, row of the block tables. Items with the most keys come first, so that a long one does not
-    begin last.
+    first token and its row of the block tables. An item is some of a chunk's tokens and a part of the keys in front of its
+    last token's end: first row of the batch, tokens, position of the first one, row of the block tables, the part's first
+    key and its end, how many parts these tokens' keys have; such parts follow one another. Items with the most keys come
+    first, so that a long one does not begin last. With room, keys are split where thread blocks would be idle otherwise.
     """
     parts = -(-lengths // tokens_per_item)
     chunk = np.repeat(np.arange(len(lengths)), parts)
@@ -31,6 +47,13 @@ def layout(
     count = np.minimum(tokens_per_item, lengths[chunk] - begin)
     items = np.stack((rows[chunk] + begin, count, starts[chunk] + begin, table_rows[chunk]), 1)
     items = items[np.argsort(-items[:, 2], kind="stable")]
-    header = np.zeros((1, FIELDS), np.int64)
-    header[0, 0] = len(items)
-    return np.concatenate((header, items)).astype(np.int32)
+    ends = items[:, 2] + items[:, 1]
+    numbers = np.zeros((1 + len(items), FIELDS), np.int64)
+    numbers[1:, :4], numbers[1:, 5], numbers[1:, 6] = items, ends, 1
+    if room is not None and 0 < len(items) <= room.wave:
+        of_keys = split_keys(ends, room, None)
+        numbers = np.zeros((1 + len(of_keys.begin), FIELDS), np.int64)
+        numbers[1:, :4], numbers[1:, 6] = items[of_keys.sequence], of_keys.parts
+        numbers[1:, 4], numbers[1:, 5] = of_keys.begin, of_keys.end
+    numbers[0, 0] = len(numbers) - 1
+    return numbers.astype(np.int32)

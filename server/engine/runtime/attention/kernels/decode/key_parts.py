@@ -13,10 +13,7 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
 SMALLEST_PART = 64
-"""A sequence's keys are split into parts of at least this many: reducing more parts would take longer than it saves.
-
-The number of a part's keys is a multiple of it, except in a sequence's last part.
-"""
+"""The decode kernel's parts have at least this many keys: reducing more parts would take longer than it saves."""
 PER_PROCESSOR = 4
 """Thread blocks of the Triton kernel that a multiprocessor runs at a time."""
 PER_PROCESSOR_LATENT = 2
@@ -32,6 +29,8 @@ class Room:
     """The items of a wave: those that the device runs at a time."""
     spare: int
     """The items that there may be beyond one for each sequence; 0: no sequence's keys are split."""
+    smallest: int = SMALLEST_PART
+    """Keys of the shortest part; the number of a part's keys is a multiple of it, but for a sequence's last part."""
 
     @classmethod
     def of(cls, processors: int, kv_heads: int, per_processor: int = PER_PROCESSOR) -> Room:
@@ -57,12 +56,12 @@ def split_keys(lengths: Numbers, room: Room, window: int | None) -> Items:
     """Split sequences' keys into parts, at most room.spare more than sequences.
 
     lengths: int64 [sequences], each sequence's keys, at least 1. window: the number of newest keys that are split; None:
-    all. Without a window, and with sequences for one wave at most, parts depend on how many SMALLEST_PARTs the lengths take,
+    all. Without a window, and with sequences for one wave at most, parts depend on how many smallest parts the lengths take,
     rounded up, but for the ends of the sequences' last parts.
     """
     wanted = lengths if window is None else np.minimum(lengths, window)
-    seen = _rounded(wanted) if window is None else wanted
-    parts, own = _parts(seen, _part_length(wanted, seen, room))
+    seen = _rounded(wanted, room.smallest) if window is None else wanted
+    parts, own = _parts(seen, _part_length(wanted, seen, room), room.smallest)
     begins = np.maximum(lengths - seen, 0)
     if int(parts.sum()) == len(parts):
         places = np.arange(len(parts))
@@ -76,7 +75,7 @@ def split_keys(lengths: Numbers, room: Room, window: int | None) -> Items:
 
 
 def _part_length(wanted: Numbers, seen: Numbers, room: Room) -> int:
-    """The longest part that a sequence should have, a multiple of SMALLEST_PART.
+    """The longest part that a sequence should have, a multiple of room.smallest.
 
     wanted: the keys of each sequence; seen: these, or rounded up.
     """
@@ -84,8 +83,8 @@ def _part_length(wanted: Numbers, seen: Numbers, room: Room) -> int:
         return int(seen.max())
     if len(seen) > room.wave:
         # Only a sequence that is much longer than the others is worth being split.
-        return max(SMALLEST_PART, _rounded(-(-int(wanted.sum()) // room.spare)))
-    return _filling_length((-(-seen // SMALLEST_PART)).tobytes(), room)
+        return max(room.smallest, _rounded(-(-int(wanted.sum()) // room.spare), room.smallest))
+    return _filling_length((-(-seen // room.smallest)).tobytes(), room)
 
 
 # Finding it takes longer than all else of a layout, and steps that follow one another often ask for the same.
@@ -93,7 +92,7 @@ def _part_length(wanted: Numbers, seen: Numbers, room: Room) -> int:
 def _filling_length(units: bytes, room: Room) -> int:
     """The length of parts with which all items together fill whole waves of thread blocks.
 
-    units: int64 [sequences], the keys of each sequence in SMALLEST_PARTs, rounded up. The time of a wave is that of its
+    units: int64 [sequences], the keys of each sequence in smallest parts, rounded up. The time of a wave is that of its
     longest item.
     """
     numbers = np.frombuffer(units, np.int64).tolist()
@@ -101,7 +100,7 @@ def _filling_length(units: bytes, room: Room) -> int:
     lengths = list(Counter(numbers).items())
     count, total, longest = len(numbers), sum(numbers), max(numbers)
     if total <= min(room.wave, count + room.spare):
-        return SMALLEST_PART  # parts cannot be shorter, and all of them are in one wave
+        return room.smallest  # parts cannot be shorter, and all of them are in one wave
     best, least, before = 1, math.inf, 0
     for waves in range(1, _MOST_WAVES + 1):
         limit = min(waves * room.wave, count + room.spare)
@@ -112,11 +111,11 @@ def _filling_length(units: bytes, room: Room) -> int:
             if cost < least:
                 best, least = length, cost
         before = limit
-    return best * SMALLEST_PART
+    return best * room.smallest
 
 
 def _least_length(lengths: list[tuple[int, int]], limit: int, total: int, longest: int) -> int:
-    """The shortest part with which there are at most limit items, in SMALLEST_PARTs as all lengths here.
+    """The shortest part with which there are at most limit items, in smallest parts as all lengths here.
 
     lengths: pairs of a length and how many sequences have it.
     """
@@ -135,22 +134,22 @@ def _least_length(lengths: list[tuple[int, int]], limit: int, total: int, longes
 
 
 def _units_of_part(length: int, most: int) -> int:
-    """What _parts() says of a sequence's parts, for lengths in SMALLEST_PARTs."""
+    """What _parts() says of a sequence's parts, for lengths in smallest parts."""
     return length if 4 * length <= 5 * most else -(-length // -(-length // most))
 
 
-def _parts(seen: Numbers, most: int) -> tuple[Numbers, Numbers]:
+def _parts(seen: Numbers, most: int, smallest: int) -> tuple[Numbers, Numbers]:
     """How many parts each sequence has and how many keys each of its parts, where parts should have at most `most` keys."""
     # A sequence is split only if it is longer than a part by more than a quarter.
     is_split = 4 * seen > 5 * most
     if not is_split.any():
         return np.ones_like(seen), seen
-    own = np.where(is_split, _rounded(-(-seen // -(-seen // most))), seen)
+    own = np.where(is_split, _rounded(-(-seen // -(-seen // most)), smallest), seen)
     return -(-seen // own), own
 
 
 _Count = TypeVar("_Count", int, Numbers)
 
 
-def _rounded(count: _Count) -> _Count:
-    return -(-count // SMALLEST_PART) * SMALLEST_PART
+def _rounded(count: _Count, smallest: int) -> _Count:
+    return -(-count // smallest) * smallest
