@@ -46,6 +46,17 @@ def test_families_without_written_layers(family: str) -> None:
     check_model(model, GPU, torch.bfloat16)
 
 
+def test_heads_of_256_and_of_512() -> None:
+    check_model(long_heads(), GPU, torch.bfloat16)
+
+
+def long_heads() -> nn.Module:
+    """Gemma 4 with layers of its published sizes' heads."""
+    longer = {layer: {"head_dim": 512, "num_key_value_heads": 1} for layer in ("01", "03")}
+    own = {"head_dim": 256, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "per_layer_config": longer}
+    return tiny_model("gemma4_text", **WIDE | own)
+
+
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mllama", "gemma3"])
 def test_text_of_multimodal_classes(model_type: str) -> None:
     check_model(multimodal(model_type), GPU, torch.bfloat16)
