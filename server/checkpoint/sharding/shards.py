@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.sharding.roles import plan_of, role_of
 from server.checkpoint.sharding.state_sizes import narrow_states, state_sizes, states_in_words, undivided_states
-from server.checkpoint.sharding.widths import is_padded, part_of_width, range_of, widths_of
+from server.checkpoint.sharding.widths import WIDTHS, is_padded, part_of_width, range_of, widths_of
 
 # Embeddings and the output layer are padded so that each shard has a multiple of this many rows.
 VOCABULARY_MULTIPLE = 64
@@ -170,8 +170,9 @@ def _narrow_layers(own: PretrainedConfig, text: Any, count: int, blocksize: int)
         for name in ("num_attention_heads", "num_key_value_heads"):
             if name in sizes:
                 sizes[name] = max(1, sizes[name] // count)
-        if "intermediate_size" in sizes:
-            sizes["intermediate_size"] = part_of_width(sizes["intermediate_size"], count, blocksize)
+        for name in WIDTHS & sizes.keys():
+            if sizes[name]:
+                sizes[name] = part_of_width(sizes[name], count, blocksize)
     text.per_layer_config = layers
     return own
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-# A configuration's widths of MLPs, of experts and of shared experts.
-_WIDTHS = (
+WIDTHS = frozenset({
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     "intermediate_size_mlp",
-)  # fmt: skip
+})  # fmt: skip
+"""A configuration's widths of MLPs, of experts and of shared experts."""
 MOST_PADDING = 8
 """A width may grow by this part of itself, an eighth; where more zeros were needed, it is not divided so."""
 
 
 def widths_of(text: Any) -> dict[str, int]:
     """The widths of MLPs in a text model's configuration, by their names there."""
-    found = {name: getattr(text, name, None) for name in _WIDTHS}
+    found = {name: getattr(text, name, None) for name in sorted(WIDTHS)}
     if getattr(text, "block_auto_adjust_ff_dim", False):
         found["intermediate_size"] = _adjusted(text)
     return {name: width for name, width in found.items() if isinstance(width, int) and width > 0}
