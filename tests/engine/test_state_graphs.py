@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from server.engine.runtime.batch import Span, Spans
-from server.engine.runtime.layers import delta_layout
+from server.engine.runtime.layers.stateful import delta_layout
 from server.engine.runtime.states.kinds import LONG_CHUNK, gated_delta, mamba2, short_convolution
 from server.engine.runtime.states.pool import PADDING, StateError, StatePool
 from server.engine.scheduling.blocks import BlockManager

@@ -13,7 +13,7 @@ from nf4_kernels.cuda.device_clock import DeviceClock
 from server.engine.runtime.attention.base import AttentionBackend
 from server.engine.runtime.attention.calls import attending
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.layers.state_layers import StateLayers
+from server.engine.runtime.layers.stateful.state_layers import StateLayers
 from server.engine.runtime.model.decoder import without_head
 from server.engine.runtime.model.image_inputs import image_inputs, positions_by_axis
 from server.engine.runtime.model.image_tower import ImageTower

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.runtime.layers import delta_chunks, delta_layout
+from server.engine.runtime.layers.stateful import delta_chunks, delta_layout
 from server.engine.runtime.states.kinds import LONG_CHUNK
 from tests.engine.interpreted import run_interpreted
 from tests.nf4_kernels.gated_delta_layers import Layer, Sequence, flags, indices, is_close, random_layer

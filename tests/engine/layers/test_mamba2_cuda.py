@@ -11,8 +11,8 @@ import torch
 
 from nf4_kernels.gated_delta_params import Sequences
 from nf4_kernels.mamba2_params import Mamba2
-from server.engine.runtime.layers import delta_layout, mamba2_cuda
-from server.engine.runtime.layers.delta_layout import Singles
+from server.engine.runtime.layers.stateful import delta_layout, mamba2_cuda
+from server.engine.runtime.layers.stateful.delta_layout import Singles
 from tests.engine.interpreted import run_interpreted
 from tests.nf4_kernels.mamba2_layers import check, random_layer
 

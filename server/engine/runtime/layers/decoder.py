@@ -13,7 +13,7 @@ from server.engine.runtime.layers.latent_attention import LatentAttention
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.parallel_experts import ParallelExperts
-from server.engine.runtime.layers.state_layers import StateMixer
+from server.engine.runtime.layers.stateful.state_layers import StateMixer
 
 
 @dataclass(frozen=True)

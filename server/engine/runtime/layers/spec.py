@@ -22,7 +22,7 @@ from server.engine.runtime.layers.latent_attention import LatentAttention, read_
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import read_norm
 from server.engine.runtime.layers.parts import UnknownLayerError, children_of
-from server.engine.runtime.layers.state_layers import StateLayers, StateMixer
+from server.engine.runtime.layers.stateful.state_layers import StateLayers, StateMixer
 
 # The places of a layer's norms, by their names: before and after attention, before and after the feed-forward part.
 _PLACES: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (

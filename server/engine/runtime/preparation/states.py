@@ -21,10 +21,10 @@ from server.checkpoint.states import NARROW_INPUTS, attends, has_states, kinds_o
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.exchange import least
-from server.engine.runtime.layers.gated_delta import read_rule
-from server.engine.runtime.layers.mamba2 import read_mamba2
-from server.engine.runtime.layers.short_convolution import read_convolution
-from server.engine.runtime.layers.state_layers import StateLayers, StateRule
+from server.engine.runtime.layers.stateful.gated_delta import read_rule
+from server.engine.runtime.layers.stateful.mamba2 import read_mamba2
+from server.engine.runtime.layers.stateful.short_convolution import read_convolution
+from server.engine.runtime.layers.stateful.state_layers import StateLayers, StateRule
 from server.engine.runtime.limits import (
     CPU_CACHE_BYTES,
     EngineConfigError,

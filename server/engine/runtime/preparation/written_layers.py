@@ -22,7 +22,7 @@ from server.engine.runtime.layers.parts import UnknownLayerError
 from server.engine.runtime.layers.rotary_functions import rotating
 from server.engine.runtime.layers.small_steps import MAX_TOKENS, SmallSteps, UnsuitableError
 from server.engine.runtime.layers.spec import attention_name, read_layer
-from server.engine.runtime.layers.state_layers import StateLayers
+from server.engine.runtime.layers.stateful.state_layers import StateLayers
 from server.engine.runtime.model.decoder import decoder_layers, outer_modules
 from server.engine.runtime.model.weight_order import set_weight_order
 from server.engine.runtime.paged_model import PagedModel

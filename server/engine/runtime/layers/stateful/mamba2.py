@@ -11,11 +11,11 @@ from torch import nn
 from nf4_kernels import mamba2
 from nf4_kernels.gated_delta_params import Sequences
 from nf4_kernels.mamba2_params import Mamba2
-from server.engine.runtime.layers import delta_layout, mamba2_cuda
-from server.engine.runtime.layers.delta_layout import Singles
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
-from server.engine.runtime.layers.state_layers import StateMixer, in_parts
+from server.engine.runtime.layers.stateful import delta_layout, mamba2_cuda
+from server.engine.runtime.layers.stateful.delta_layout import Singles
+from server.engine.runtime.layers.stateful.state_layers import StateMixer, in_parts
 from server.engine.runtime.states import kinds
 from server.engine.runtime.states.kinds import StateKind
 from server.engine.runtime.states.pool import StatePool, StateStep

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nf4_kernels.gated_delta_params import GatedDelta
-from server.engine.runtime.layers.delta_layout import Layout, Piece
+from server.engine.runtime.layers.stateful.delta_layout import Layout, Piece
 from server.engine.runtime.states.kinds import LONG_CHUNK
 
 _CONFIGS = Path(__file__).with_name("fla_configs")
@@ -40,7 +40,7 @@ def has_fla() -> bool:
 
 def chunks(p: GatedDelta, at: Layout) -> torch.Tensor:
     """The results [T, Hv dv] of gated_delta.run(), by fla; states are updated. Rows behind the chunks are zeros."""
-    from server.engine.runtime.layers.delta_kernels import normalise
+    from server.engine.runtime.layers.stateful.delta_kernels import normalise
 
     out = p.z.new_zeros(p.z.shape) if at.end < len(p.z) else p.z.new_empty(p.z.shape)
     for piece in at.pieces:
@@ -52,7 +52,7 @@ def chunks(p: GatedDelta, at: Layout) -> torch.Tensor:
 
 def _advance(p: GatedDelta, piece: Piece) -> torch.Tensor:
     """The rule's outputs [T, Hv, dv] for a piece's rows."""
-    from server.engine.runtime.layers.delta_kernels import convolve, load_states, shift, store_states
+    from server.engine.runtime.layers.stateful.delta_kernels import convolve, load_states, shift, store_states
 
     given = convolve(p, piece)
     shift(p.qkv, p.conv_state, piece)

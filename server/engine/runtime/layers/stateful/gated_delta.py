@@ -11,10 +11,10 @@ from torch import nn
 import nf4_kernels.gated_delta
 from nf4_kernels.gated_delta_params import GatedDelta as Tensors
 from nf4_kernels.gated_delta_params import Sequences
-from server.engine.runtime.layers import delta_chunks, delta_layout
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
-from server.engine.runtime.layers.state_layers import StateMixer, in_parts
+from server.engine.runtime.layers.stateful import delta_chunks, delta_layout
+from server.engine.runtime.layers.stateful.state_layers import StateMixer, in_parts
 from server.engine.runtime.model.projections import GroupMember
 from server.engine.runtime.states.kinds import StateKind, gated_delta
 from server.engine.runtime.states.pool import StatePool, StateStep

@@ -9,7 +9,7 @@ from torch import nn
 
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
-from server.engine.runtime.layers.state_layers import StateMixer, in_parts
+from server.engine.runtime.layers.stateful.state_layers import StateMixer, in_parts
 from server.engine.runtime.states.kinds import StateKind, short_convolution
 from server.engine.runtime.states.pool import StatePool, StateStep
 
