@@ -1,8 +1,8 @@
 """Times of GEMMs' launches on this GPU, by which they are chosen, kept in the cache: python -m nf4_kernels.tune --help.
 
-They belong to a GPU's name, its driver, the kernels' sources and a weight's shape; what the cache has for another of these
-is not found. A start uses what is kept, and with NF4_TUNE=on measures what is not. NF4_TUNE=off leaves all choices to the
-fitted costs.
+They belong to a GPU's name, its driver, torch, the kernels' sources and a weight's shape; what the cache has for another of
+these is not found. bfloat16 and float16 share them. A start uses what is kept, and with NF4_TUNE=on measures what is not.
+NF4_TUNE=off leaves all choices to the fitted costs.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def tuned(shapes: Shapes, dtype: torch.dtype, progress: Progress, budget_s: floa
     Call where no graph is being captured. Empty in float32, if NF4_TUNE is off, or if the kernels cannot be used. Shapes
     for which budget_s is too short are left out, and measured the next time.
     """
-    if _is_off() or not shapes or dtype == torch.float32 or cuda.load_error() is not None:
+    if _wish() == "off" or not shapes or dtype == torch.float32 or cuda.load_error() is not None:
         return {}
     times, begun = kept(), time.monotonic()
-    missing = [shape for shape in shapes if shape not in times and os.environ.get("NF4_TUNE") == "on"]
+    missing = [shape for shape in shapes if shape not in times] if _wish() == "on" else []
     for done, shape in enumerate(missing):
         if time.monotonic() - begun > budget_s:
             logger.warning(
@@ -69,7 +69,11 @@ def tuned(shapes: Shapes, dtype: torch.dtype, progress: Progress, budget_s: floa
             )
             break
         progress(f"timing launches for {shape}", done / len(missing))
-        times[shape] = measure(shapes[shape], dtype)
+        try:
+            times[shape] = measure(shapes[shape], dtype)
+        except torch.OutOfMemoryError as e:
+            reason = str(e).partition("\n")[0]
+            logger.warning("no memory to measure launches for weights of %s, fitted costs: %s", shape, reason)
     if missing:
         torch.cuda.empty_cache()
         _keep(times)
@@ -145,7 +149,7 @@ def _name(weight: Weight) -> str:
 
 def kept() -> dict[str, Times]:
     """Read the cache for the current device, driver and kernels: nothing if NF4_TUNE is off."""
-    if _is_off():
+    if _wish() == "off":
         return {}
     try:
         stored = json.loads(_file().read_text())
@@ -162,8 +166,11 @@ def use_kept() -> None:
     launches.use_times(torch.device("cuda", torch.cuda.current_device()), kept())
 
 
-def _is_off() -> bool:
-    return os.environ.get("NF4_TUNE") == "off"
+def _wish() -> str:
+    value = os.environ.get("NF4_TUNE", "").strip().lower()
+    if value not in ("", "on", "off"):
+        logger.warning("NF4_TUNE is %r, neither on nor off: nothing is measured, kept times are used", value)
+    return value
 
 
 def _keep(times: Mapping[str, Times]) -> None:
@@ -181,7 +188,7 @@ def _file() -> Path:
     index = torch.cuda.current_device()
     properties, capability = torch.cuda.get_device_properties(index), arch(torch.device("cuda", index))
     name, multiprocessors = properties.name, properties.multi_processor_count
-    parts = [_FORMAT, name, multiprocessors, capability, _driver(), build.sources_digest()]
+    parts = [_FORMAT, name, multiprocessors, capability, _driver(), torch.__version__, build.sources_digest()]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
     return cache_folder() / "times" / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{digest}.json"
 

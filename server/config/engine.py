@@ -58,7 +58,7 @@ class EngineConfig(Section):
     None: half of what the states of running sequences take, at least two snapshots.
     """
     state_snapshot_host_bytes: int = Field(default=0, ge=0)
-    """Hybrid models on GPUs: host memory, pinned, for snapshots of states that the device has no room for."""
+    """Hybrid models: host memory of each rank, pinned with a GPU, for snapshots that the device has no room for."""
     state_snapshot_tokens: int = Field(default=1024, ge=16)
     """Hybrid models: a snapshot is taken every so many tokens of a prompt, and at its end."""
     kv_cache_dtype: KVCacheDtype = "auto"

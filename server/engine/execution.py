@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -13,7 +14,7 @@ from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.trials import first_line
 from server.engine.scheduling.errors import DataError
-from server.engine.scheduling.step import Step
+from server.engine.scheduling.step import Chunk, Step
 
 logger = logging.getLogger(__name__)
 
@@ -49,28 +50,39 @@ class Executor:
 
     def _each_alone(self, step: Step) -> tuple[list[Sampled], dict[str, str]]:
         """execute() chunk by chunk; the same keys and values are written again, so sequences not at fault lose nothing."""
-        results: list[Sampled] = []
+        results: list[list[Sampled]] = [[] for _ in step.chunks]
         failures: dict[str, str] = {}
         step.leave_out_drafts()
-        for chunk in step.chunks:
-            alone = Step([chunk])
+        for index in _restored_first(step.chunks):
+            alone = Step([step.chunks[index]])
             try:
-                results += self._runner.execute(alone)
+                results[index] = self._runner.execute(alone)
             except _LOST:
                 raise
             except Exception as e:
                 if not isinstance(e, DataError):
                     self._note_fault(alone, e)
                 found, failed = _failures(alone, e)
-                results += found
+                results[index] = found
                 failures |= failed
-        return results, failures
+        return [sampled for own in results for sampled in own], failures
 
     def _note_fault(self, step: Step, error: Exception) -> None:
         self.failed_steps["engine"] += 1
         logger.exception("a step of %d sequences failed by a fault of the engine; its requests end", len(step.chunks))
         if is_out_of_memory(error):
             logger.error("the GPU's memory did not hold a step of %d tokens; %s", step.num_tokens, self._runner.advice)
+
+
+def _restored_first(chunks: Sequence[Chunk]) -> Iterator[int]:
+    """Indices of a step's chunks in an order in which a snapshot is read before another chunk of the step replaces it."""
+    left = list(range(len(chunks)))
+    while left:
+        read = Counter(chunks[index].restored for index in left)
+        free = (i for i in left if all(read[slot] == (slot == chunks[i].restored) for slot in chunks[i].saved))
+        index = next(free, left[0])
+        left.remove(index)
+        yield index
 
 
 def _failures(step: Step, error: Exception) -> tuple[list[Sampled], dict[str, str]]:

@@ -38,6 +38,8 @@ class StartMemory:
     @property
     def advice(self) -> str:
         """The end of a message about a lack of memory."""
+        if self.plan is None:
+            return "there is no memory plan that would say which options free memory"
         options = ", ".join(f"{option} ({size / 2**30:.2f} GiB)" for option, size in self.savings.items())
         return f"options that free memory: {options}" if options else "no option would free memory"
 

@@ -11,13 +11,14 @@ import torch
 
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.execution import _restored_first
 from server.engine.grammar import GrammarError
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.prompt_images import ImageError
-from server.engine.scheduling.step import Step
-from tests.engine.factories import make_request, run_together, tokens
+from server.engine.scheduling.step import Chunk, Step
+from tests.engine.factories import make_request, make_sequence, run_together, tokens
 from tests.engine.models import VOCABULARY, tiny_model
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6, enforce_eager=True)
@@ -129,6 +130,17 @@ def test_data_that_cannot_be_computed_fails_its_request_alone(
     lines = [line for line in caplog.records if line.getMessage().startswith("bad failed")]
     assert [getattr(line, "http_request_id", None) for line in lines] == ["the client's"]
     assert engine.stats().kv_blocks_used == 0
+
+
+def test_chunks_computed_alone_read_snapshots_before_others_replace_them() -> None:
+    sequence = make_sequence(4)
+
+    def chunk(restored: int, *saved: int) -> Chunk:
+        return Chunk(sequence, 0, 1, False, restored=restored, saved=saved)
+
+    # The second one begins with what the first one replaces, the third with what the second one replaces.
+    assert list(_restored_first([chunk(3, 0), chunk(0, 1), chunk(1)])) == [2, 1, 0]
+    assert list(_restored_first([chunk(-1, 4), chunk(2, 2), chunk(-1)])) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("error", [TypeError("'int' is not iterable"), ValueError("x must end in 64")])

@@ -164,6 +164,33 @@ def test_shapes_that_there_is_no_time_for_are_measured_the_next_time(gpu: list[s
     assert set(tuned("a", "b")) == {"a", "b"}
 
 
+def test_shapes_that_find_no_memory_are_left_out(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = tune.measure
+
+    def full(weights: Any, dtype: torch.dtype) -> Times:
+        if weights == ["b"]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(weights, dtype)
+
+    monkeypatch.setattr(tune, "measure", full)
+    assert set(tuned("a", "b", "c")) == set(tune.kept()) == {"a", "c"}
+
+
+@pytest.mark.parametrize("value", ["OFF", " off"])
+def test_what_is_asked_for_is_read_in_any_case(gpu: list[str], monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    tuned("a")
+    monkeypatch.setenv("NF4_TUNE", value)
+    assert tune.kept() == {}
+
+
+def test_another_wish_is_named(
+    gpu: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NF4_TUNE", "1")
+    assert tuned("a") == {}
+    assert "NF4_TUNE is '1'" in caplog.text
+
+
 def test_nothing_is_measured_or_read_where_that_is_off(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tuned("a")
     monkeypatch.setenv("NF4_TUNE", "off")

@@ -117,3 +117,13 @@ def test_a_layer_whose_weight_the_class_reads_itself_is_expanded() -> None:
     expected = x @ dequantize_4bit(router.wg.weight.data, router.wg.weight.quant_state).float().T
     replace_projections(router)
     torch.testing.assert_close(router(x), expected)
+
+
+def test_a_layer_that_two_blocks_have_is_replaced_in_both() -> None:
+    linear = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    blocks = nn.ModuleList([nn.ModuleDict({"o_proj": linear}), nn.ModuleDict({"o_proj": linear})])
+    x = torch.randn(2, 64)
+    expected = x @ dequantize_4bit(linear.weight.data, linear.weight.quant_state).float().T
+    assert replace_projections(nn.ModuleDict({"layers": blocks})) == 2
+    for block in blocks:
+        assert torch.allclose(block["o_proj"](x), expected, atol=1e-2)

@@ -6,7 +6,8 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from typing import Any
 
@@ -130,7 +131,9 @@ def replace_projections(model: nn.Module) -> int:
     Layers that are neither NF4 nor, on CPU, FP4, or nested otherwise than in blocks of 256, stay bitsandbytes' own. On a
     GPU all weights in NF4 move, those of experts, too.
     """
-    return sum(_replace_in(block) for block in list(_blocks(model))) + _replace_in(model, moves=False)
+    places = Counter(id(child) for parent in model.modules() for child in parent.children())
+    shared = {child for child, count in places.items() if count > 1}
+    return sum(_replace_in(block, shared) for block in list(_blocks(model))) + _replace_in(model, shared, moves=False)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -139,8 +142,10 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else _blocks(child)
 
 
-def _replace_in(block: nn.Module, moves: bool = True) -> int:
+def _replace_in(block: nn.Module, shared: Set[int], moves: bool = True) -> int:
     """Do as replace_projections() does in a part of the model.
+
+    shared: the ids of modules that have several parents, whose weights other blocks may need.
 
     moves: on a GPU joined weights would leave holes where their parts lay, which the allocator gives back in whole pages of
     20 MiB only. So all of a block's weights move before any is freed, to where those of the block before lay.
@@ -164,7 +169,8 @@ def _replace_in(block: nn.Module, moves: bool = True) -> int:
     for layer in replaced:
         # bitsandbytes' parameters are part of reference cycles. The garbage collector would free them too late: they are
         # two thirds of a model.
-        layer._parameters.clear()
+        if id(layer) not in shared:
+            layer._parameters.clear()
     return len(replaced)
 
 

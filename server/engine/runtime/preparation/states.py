@@ -98,7 +98,7 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
     try:
         pool = StatePool(kinds, *own, least(on_host))
     except RuntimeError as e:
-        if is_out_of_memory(e):
+        if is_out_of_memory(e) or not on_host:
             raise
         raise EngineConfigError(f"engine.state_snapshot_host_bytes is {config.state_snapshot_host_bytes}: {e}") from e
     mixers = {
@@ -159,7 +159,8 @@ def state_slots(
         possible = int((usable - cache) / each)
     count = min(wanted, max(0, possible))
     if share:
-        spare = int((usable - (longest if cache is None else cache) - count * own) / state)
+        free = usable * _CERTAIN - longest if cache is None else usable - cache
+        spare = int((free - count * own) / state)
         snapshots = max(int(count * share), min(_MIN_SNAPSHOTS, spare), 0)
     return StateSlots(count, snapshots)
 
