@@ -247,6 +247,15 @@ def test_long_chunks_of_latents_attend_as_the_reference(
     assert tested._expanded
 
 
+def test_a_graph_of_fewer_tokens_may_have_more_sequences_than_the_one_captured_first() -> None:
+    tested = CudaBackend([LayerShape(4, 256, 256, 24)], [PLAIN], 2000, BLOCK, torch.bfloat16, DEVICE)
+    tested.set_up_graphs(1024, 256, True)
+    tested.plan_mixed_graph(Spans.of([Span(0, 0, 1024, range(1024 // BLOCK))]), 1024, 8)
+    spans = Spans.of([Span(3 * i, 0, 3, (i,)) for i in range(170)])
+    numbers, most = next(iter(tested.plan_mixed_graph(spans, 512, 256).chunks.values()))
+    assert int(numbers[0, 0]) == 170 <= most < len(numbers)
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=FP8)])
 @pytest.mark.parametrize(
     ("shape", "lengths"),

@@ -246,7 +246,7 @@ def test_the_page_of_models_says_which_have_written_layers() -> None:
     assert mixtures == set(WRITTEN_MIXTURES)
 
 
-@pytest.mark.parametrize(("mlp", "differing", "fails"), [(False, 1, True), (True, 8, False), (True, 9, True)])
+@pytest.mark.parametrize(("mlp", "differing", "fails"), [(False, 1, True), (True, 4, False), (True, 5, True)])
 def test_single_tokens_may_choose_other_experts(mlp: bool, differing: int, fails: bool) -> None:
     """Rounding alone decides between experts that are nearly equal; without a mixture no token may differ."""
     x, expected = torch.randn(1, 17, 8), torch.randn(1, 17, 8)
@@ -260,6 +260,13 @@ def test_single_tokens_may_choose_other_experts(mlp: bool, differing: int, fails
     comparison = written_layers._Comparison(3, cast(DecoderLayer, written), torch.float32)
     comparison.hook(nn.Identity(), (x,), {}, expected)
     assert bool(comparison.wrong()) == fails
+    # In steps of one token, too, a layer without a mixture may not differ once.
+    written.mlp = None
+    alone = written_layers._Comparison(3, cast(DecoderLayer, written), torch.float32)
+    for index in range(7):
+        differing = int(index == 5)
+        alone.hook(nn.Identity(), (x,), {}, expected)
+    assert alone.wrong()
 
 
 def test_routers_are_told_apart() -> None:

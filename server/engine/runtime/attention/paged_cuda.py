@@ -205,13 +205,13 @@ class CudaBackend(GraphBackend):
         singles = int((spans.lengths == 1).sum())
         self._plan_singles(spans, singles, sequences)
         chunks = {}
+        parts = None if self._partial is None else self._partial.room
         for tokens, numbers in self._chunk_items(spans, slice(singles, None)).items():
-            most = chunk_items.most_items(
-                size, sequences, tokens, None if self._partial is None else self._partial.room
-            )
+            most = chunk_items.most_items(size, sequences, tokens, parts)
             if tokens not in self._graph_chunks:
-                # The largest graph is captured first, and all sizes share its memory.
-                room = torch.zeros(1 + most, chunk_items.FIELDS, dtype=torch.int32, device=self._device)
+                # The graph of most tokens is captured first, and all share its memory; others may have more sequences.
+                rows = 1 + chunk_items.most_items(size, max(sequences, self._room[0]), tokens, parts)
+                room = torch.zeros(rows, chunk_items.FIELDS, dtype=torch.int32, device=self._device)
                 self._graph_chunks[tokens] = room
             held = self._graph_chunks[tokens]
             held[: len(numbers)].copy_(numbers, non_blocking=True)
