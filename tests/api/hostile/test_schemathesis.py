@@ -30,6 +30,8 @@ from tests.conftest import RunningServer, start_server
 pytestmark = pytest.mark.rest
 
 CASES = int(os.environ.get("FUZZ_CASES", "100"))
+SAME = "FUZZ_CASES" not in os.environ
+"""Whether the cases are the same in each run, so that a change is judged by itself; `make fuzz` looks for new ones."""
 OPERATIONS = [
     *(("POST", path) for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")),
     *(("POST", path) for path in ("/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize")),
@@ -78,7 +80,9 @@ def test_operation(fuzzed: RunningServer, document: dict[str, Any], method: str,
     statuses: Counter[int] = Counter()
 
     @given(case=operation.as_strategy())
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=SAME
+    )
     def run(case: schemathesis.Case) -> None:
         response = case.call(base_url=fuzzed.base_url, timeout=60)
         statuses[response.status_code] += 1
