@@ -60,8 +60,10 @@ def tuned(shapes: Shapes, dtype: torch.dtype, progress: Progress, budget_s: floa
     """
     if _wish() == "off" or not shapes or dtype == torch.float32 or cuda.load_error() is not None:
         return {}
+    if (wish := _wish()) not in ("", "on"):
+        logger.warning("NF4_TUNE is %r, neither on nor off: nothing is measured, kept times are used", wish)
     times, begun = kept(), time.monotonic()
-    missing = [shape for shape in shapes if shape not in times] if _wish() == "on" else []
+    missing = [shape for shape in shapes if shape not in times] if wish == "on" else []
     for done, shape in enumerate(missing):
         if time.monotonic() - begun > budget_s:
             logger.warning(
@@ -167,10 +169,7 @@ def use_kept() -> None:
 
 
 def _wish() -> str:
-    value = os.environ.get("NF4_TUNE", "").strip().lower()
-    if value not in ("", "on", "off"):
-        logger.warning("NF4_TUNE is %r, neither on nor off: nothing is measured, kept times are used", value)
-    return value
+    return os.environ.get("NF4_TUNE", "").strip().lower()
 
 
 def _keep(times: Mapping[str, Times]) -> None:

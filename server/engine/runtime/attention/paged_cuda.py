@@ -24,6 +24,7 @@ from server.engine.runtime.attention.graph_backend import ROTARY_FROM, DecodeFor
 from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
 from server.engine.runtime.attention.kernels.decode.compiled_kernel import can_attend
+from server.engine.runtime.attention.kernels.decode.key_parts import Room
 from server.engine.runtime.attention.kernels.decode.trial import compile_forms, disagreement
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
@@ -126,6 +127,10 @@ class CudaBackend(GraphBackend):
         decode = self._decode_for(len(spans), int(spans.counts.max(initial=1)))
         decode.plan_singles(spans, singles, sequences)
 
+    @property
+    def _chunk_room(self) -> Room | None:
+        return None if self._partial is None else self._partial.room
+
     def _chunk_launches(self, spans: Spans, places: slice | list[int]) -> dict[int, tuple[torch.Tensor, int]]:
         """_Launches.chunks of the spans at these places."""
         return {
@@ -136,10 +141,9 @@ class CudaBackend(GraphBackend):
     def _chunk_items(self, spans: Spans, places: slice | list[int]) -> dict[int, torch.Tensor]:
         """chunk_items.layout() of the spans at these places, in pinned memory, by the tokens of an item."""
         columns = spans.first_rows[places], spans.lengths[places], spans.starts[places], spans.rows[places]
-        room = None if self._partial is None else self._partial.room
         # A copy from memory that is not pinned would wait for the step that is running.
         return {
-            tokens: torch.from_numpy(chunk_items.layout(*columns, tokens, room)).pin_memory()
+            tokens: torch.from_numpy(chunk_items.layout(*columns, tokens, self._chunk_room)).pin_memory()
             for tokens in set(self._tokens_per_item.values())
         }
 
@@ -205,12 +209,11 @@ class CudaBackend(GraphBackend):
         singles = int((spans.lengths == 1).sum())
         self._plan_singles(spans, singles, sequences)
         chunks = {}
-        parts = None if self._partial is None else self._partial.room
         for tokens, numbers in self._chunk_items(spans, slice(singles, None)).items():
-            most = chunk_items.most_items(size, sequences, tokens, parts)
+            most = chunk_items.most_items(size, sequences, tokens, self._chunk_room)
             if tokens not in self._graph_chunks:
                 # The graph of most tokens is captured first, and all share its memory; others may have more sequences.
-                rows = 1 + chunk_items.most_items(size, max(sequences, self._room[0]), tokens, parts)
+                rows = 1 + chunk_items.most_items(size, max(sequences, self._room[0]), tokens, self._chunk_room)
                 room = torch.zeros(rows, chunk_items.FIELDS, dtype=torch.int32, device=self._device)
                 self._graph_chunks[tokens] = room
             held = self._graph_chunks[tokens]

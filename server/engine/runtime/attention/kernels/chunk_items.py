@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.runtime.attention.kernels.decode.key_parts import Numbers, Room, split_keys
+from server.engine.runtime.attention.kernels.decode.key_parts import Items, Numbers, Room, split_keys
 
 FIELDS = 8
 # Keys of a part at least: the sums of one take as long to write and to read again as some hundred keys.
@@ -48,12 +48,13 @@ def layout(
     items = np.stack((rows[chunk] + begin, count, starts[chunk] + begin, table_rows[chunk]), 1)
     items = items[np.argsort(-items[:, 2], kind="stable")]
     ends = items[:, 2] + items[:, 1]
-    numbers = np.zeros((1 + len(items), FIELDS), np.int64)
-    numbers[1:, :4], numbers[1:, 5], numbers[1:, 6] = items, ends, 1
     if room is not None and 0 < len(items) <= room.wave:
         of_keys = split_keys(ends, room, None)
-        numbers = np.zeros((1 + len(of_keys.begin), FIELDS), np.int64)
-        numbers[1:, :4], numbers[1:, 6] = items[of_keys.sequence], of_keys.parts
-        numbers[1:, 4], numbers[1:, 5] = of_keys.begin, of_keys.end
-    numbers[0, 0] = len(numbers) - 1
+    else:
+        places = np.arange(len(items))
+        of_keys = Items(places, np.zeros_like(ends), ends, places, np.ones_like(ends))
+    numbers = np.zeros((1 + len(of_keys.begin), FIELDS), np.int64)
+    numbers[0, 0] = len(of_keys.begin)
+    numbers[1:, :4], numbers[1:, 6] = items[of_keys.sequence], of_keys.parts
+    numbers[1:, 4], numbers[1:, 5] = of_keys.begin, of_keys.end
     return numbers.astype(np.int32)
