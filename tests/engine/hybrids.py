@@ -36,6 +36,18 @@ def runner_of(family: str, **changes: Any) -> ModelRunner:
     return build_runner(copy.deepcopy(model_of(family)), CONFIG.model_copy(update=changes))
 
 
+def engine_of(family: str, config: EngineConfig) -> Engine:
+    """An engine that runs steps one by one."""
+    return Engine(build_runner(copy.deepcopy(model_of(family)), config), config)
+
+
+def state_bytes(family: str) -> int:
+    """Bytes of the states of one sequence."""
+    pool = runner_of(family).states
+    assert pool is not None
+    return sum(kind.nbytes for kind in pool.kinds)
+
+
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(f"{length} {seed}")
     return [rng.randrange(3, VOCABULARY) for _ in range(length)]

@@ -7,7 +7,6 @@ import functools
 import itertools
 import logging
 import random
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,7 +23,7 @@ from server.engine.runtime.layers.outer import write_rotary
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.preparation import states
 from server.engine.runtime.preparation.assembly import build_runner
-from server.engine.runtime.states.pool import StateError, StatePool
+from server.engine.runtime.states.pool import StateError
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.types import GenerateRequest, RequestOutput
@@ -34,10 +33,12 @@ from tests.engine.hybrids import (
     TOLERANCE,
     answers,
     check_steps,
+    engine_of,
     model_of,
     prompt_of,
     reference_logits,
     runner_of,
+    state_bytes,
 )
 from tests.engine.models import HYBRIDS
 from tests.engine.scored import check_outputs
@@ -49,13 +50,6 @@ from tests.marks import with_rest
 @pytest.fixture(params=with_rest(HYBRIDS, ["falcon_h1", "lfm2", "qwen3_5_text"]))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def state_bytes(family: str) -> int:
-    """Bytes of the states of one sequence."""
-    pool = runner_of(family).states
-    assert pool is not None
-    return sum(kind.nbytes for kind in pool.kinds)
 
 
 class AnglesOfAxes(nn.Module):
@@ -154,20 +148,10 @@ def test_two_sequences_swapped_in_a_batch_keep_their_states(family: str) -> None
         scheduler.resolve(step, [int(row.argmax()) for row in rows])
 
 
-Made = Callable[[], Engine]
-
-
-def engines(family: str, config: EngineConfig) -> dict[str, Made]:
-    """Engines that run steps one by one, and such that launch a step before the one in front of it has been read."""
-
-    def plain() -> Engine:
-        return Engine(build_runner(copy.deepcopy(model_of(family)), config), config)
-
-    def launching() -> Engine:
-        built = build_runner(copy.deepcopy(model_of(family)), config)
-        return Engine(AsyncRunner(built._paged, built.limits), config)
-
-    return {"plain": plain, "async": launching}
+def launching_of(family: str, config: EngineConfig) -> Engine:
+    """An engine that launches a step before the one in front of it has been read."""
+    built = build_runner(copy.deepcopy(model_of(family)), config)
+    return Engine(AsyncRunner(built._paged, built.limits), config)
 
 
 # 60 blocks of 4 tokens.
@@ -179,7 +163,7 @@ MIXED = CONFIG.model_copy(
 @functools.cache
 def mixed_requests(family: str) -> list[tuple[GenerateRequest, list[int]]]:
     """Requests of different lengths with prefixes in common, each with the answer that it gets alone."""
-    alone = engines(family, MIXED.model_copy(update={"enable_prefix_caching": False}))["plain"]()
+    alone = engine_of(family, MIXED.model_copy(update={"enable_prefix_caching": False}))
     rng = random.Random(family)
     common = prompt_of(50)
     requests = []
@@ -206,7 +190,7 @@ def test_many_mixed_requests_get_the_answers_that_they_get_alone(family: str, ki
     """
     requests = [request for request, _ in mixed_requests(family)]
     expected = {request.request_id: answer for request, answer in mixed_requests(family)}
-    engine = engines(family, MIXED)[kind]()
+    engine = {"plain": engine_of, "async": launching_of}[kind](family, MIXED)
     rng = random.Random(kind)
     found: dict[str, list[RequestOutput]] = {}
     aborted, waiting = set(), [*requests]
@@ -229,99 +213,6 @@ def test_many_mixed_requests_get_the_answers_that_they_get_alone(family: str, ki
             check_outputs(model_of(family), request.prompt_token_ids, outputs, TOLERANCE)
 
 
-def computed_by(engine: Engine, request: GenerateRequest) -> tuple[list[int], int]:
-    """The answer to a request that is alone, and how many tokens of its prompt were computed."""
-    before = engine.stats().prefix_cache_hits
-    answer = answers(engine, request)[0]
-    return answer, len(request.prompt_token_ids) - (engine.stats().prefix_cache_hits - before)
-
-
-def test_the_same_prompt_is_computed_once_but_for_its_end(family: str) -> None:
-    engine = engines(family, CONFIG)["plain"]()
-    for length in (8, 9, 10, 37, 64, 75):
-        first, computed = computed_by(engine, make_request(prompt_of(length), ignore_eos=True))
-        assert computed == length
-        again, computed = computed_by(engine, make_request(prompt_of(length), ignore_eos=True))
-        assert again == first
-        assert computed <= 2 * CONFIG.block_size
-
-
-def test_prefixes_of_any_length_give_the_answers_that_prompts_get_alone(family: str) -> None:
-    # One prompt takes a quarter of them at most.
-    budget = {"state_snapshot_tokens": 16, "state_snapshot_bytes": 32 * state_bytes(family)}
-    engine = engines(family, CONFIG.model_copy(update=budget))["plain"]()
-    plain = engines(family, CONFIG.model_copy(update={"enable_prefix_caching": False}))["plain"]()
-    whole = prompt_of(90)
-    answers(engine, make_request(whole, ignore_eos=True))
-    for length in (3, 15, 17, 33, 50, 64, 81, 90):
-        request = make_request(whole[:length] + prompt_of(7, length), ignore_eos=True)
-        found, computed = computed_by(engine, request)
-        assert found == answers(plain, make_request(request.prompt_token_ids, ignore_eos=True))[0]
-        # At distances of 16 tokens, or at the end.
-        assert computed <= 7 + 16
-    assert engine.stats().state_snapshot_hits > 0
-    assert plain.stats().state_snapshots == 0
-
-
-def test_a_conversation_computes_little_more_than_what_is_new(family: str) -> None:
-    """Of ten turns, each with a prompt and an answer of 50 to 700 tokens together."""
-    config = CONFIG.model_copy(update={"block_size": 16, "max_num_batched_tokens": 256, "kv_cache_bytes": 2**23})
-    engine = engines(family, config)["plain"]()
-    plain = engines(family, config.model_copy(update={"enable_prefix_caching": False}))["plain"]()
-    rng = random.Random(0)
-    history: list[int] = []
-    computed = new = 0
-    for turn in range(10):
-        added = prompt_of(rng.randint(40, 690), turn)
-        request = make_request([*history, *added], max_tokens=10, ignore_eos=True)
-        answer, own = computed_by(engine, request)
-        if turn in (3, 9):
-            assert answer == answers(plain, make_request(request.prompt_token_ids, max_tokens=10, ignore_eos=True))[0]
-        computed, new = computed + own, new + len(request.prompt_token_ids) - len(history)
-        # The template leaves the last tokens of a prompt out of earlier turns.
-        history = [*request.prompt_token_ids[:-4], *answer]
-    assert computed <= 1.1 * new
-
-
-def test_snapshots_that_the_device_has_no_room_for_are_found_in_host_memory(family: str) -> None:
-    state = state_bytes(family)
-    budget = {"state_snapshot_bytes": state, "state_snapshot_host_bytes": 9 * state, "state_snapshot_tokens": 64}
-    engine = engines(family, CONFIG.model_copy(update=budget))["plain"]()
-    plain = engines(family, CONFIG.model_copy(update={"enable_prefix_caching": False}))["plain"]()
-    conversations = [prompt_of(40, seed) for seed in range(3)]
-    for prompt in conversations:
-        answers(engine, make_request(prompt, ignore_eos=True))
-    for seed, prompt in enumerate(conversations):
-        turn = make_request([*prompt, *prompt_of(9, seed)], ignore_eos=True)
-        answer, computed = computed_by(engine, turn)
-        assert computed <= 9 + 2 * CONFIG.block_size
-        assert answer == answers(plain, make_request(turn.prompt_token_ids, ignore_eos=True))[0]
-    stats = engine.stats()
-    assert stats.state_snapshots == 1
-    assert stats.state_snapshots_on_host > 3
-    assert stats.state_snapshot_hits == stats.state_snapshot_host_hits == 3
-
-
-def test_host_memory_that_does_not_keep_a_state_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StatePool, "copy", lambda *_: None)
-    config = CONFIG.model_copy(update={"state_snapshot_host_bytes": 2**20})
-    with pytest.raises(EngineConfigError, match=r"state_snapshot_host_bytes is 1048576: .* comes back changed"):
-        build_runner(copy.deepcopy(model_of("qwen3_5_text")), config)
-
-
-def test_snapshots_have_a_budget_of_their_own(family: str) -> None:
-    state = state_bytes(family)
-    for budget, slots in ((0, 0), (state, 1), (4 * state + 1, 4)):
-        config = CONFIG.model_copy(update={"state_snapshot_bytes": budget})
-        engine = engines(family, config)["plain"]()
-        assert engine.stats().state_snapshot_slots == slots
-        request = make_request(prompt_of(40), ignore_eos=True)
-        first, _ = computed_by(engine, request)
-        again, computed = computed_by(engine, make_request(request.prompt_token_ids, ignore_eos=True))
-        assert again == first
-        assert (computed < 40) == (slots > 0)
-
-
 def test_a_step_is_not_computed_twice(family: str) -> None:
     runner = runner_of(family)
     scheduler = Scheduler(BlockManager(60, CONFIG.block_size), 2, 64, 128)
@@ -339,7 +230,7 @@ def test_a_step_is_not_computed_twice(family: str) -> None:
 
 
 def test_a_grammar_that_fails_ends_its_own_request_only(family: str) -> None:
-    engine = engines(family, CONFIG)["plain"]()
+    engine = engine_of(family, CONFIG)
     requests = [make_request(prompt_of(n), max_tokens=6, ignore_eos=True) for n in (5, 9, 12)]
     expected = [answers(engine, request)[0] for request in requests]
     for request in requests:
@@ -360,7 +251,7 @@ def test_a_grammar_that_fails_ends_its_own_request_only(family: str) -> None:
 
 
 def test_embeddings_are_transformers_hidden_states(family: str) -> None:
-    engine = engines(family, CONFIG)["plain"]()
+    engine = engine_of(family, CONFIG)
     prompt = prompt_of(70)
     outputs = run_together(engine, request := make_request(prompt, max_tokens=1, embed=True), make_request(9))
     with torch.inference_mode():
@@ -379,7 +270,7 @@ def test_few_sequences_run_where_memory_is_short(family: str, monkeypatch: pytes
     runner = build_runner(copy.deepcopy(model_of(family)), CONFIG)
     assert runner.limits.max_num_seqs == 3  # and a snapshot for every second
     requests = [make_request(prompt_of(n), max_tokens=4, ignore_eos=True) for n in (5, 9, 12, 3, 8)]
-    whole = engines(family, CONFIG)["plain"]()
+    whole = engine_of(family, CONFIG)
     assert answers(Engine(runner, CONFIG), *requests) == [answers(whole, request)[0] for request in requests]
     monkeypatch.setattr(states, "available_bytes", lambda _: 2 * cache)
     with pytest.raises(EngineConfigError, match="no memory for them"):
