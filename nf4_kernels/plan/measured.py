@@ -6,10 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 
+from nf4_kernels.plan import Plan
 from nf4_kernels.plan.dequantize import Dequantize
-from nf4_kernels.plan.mma import Mma
-from nf4_kernels.plan.rows import Rows
-from nf4_kernels.plan.wgmma import Wgmma
 
 TOKENS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 """The numbers of tokens that are measured: where instances begin and end, and some between."""
@@ -18,10 +16,9 @@ _INSTANCES = 4
 _CLEARLY = 1.02
 """By how much a launch must be slower than the fastest to give way: measurements repeat within 1 to 2 %."""
 
-Launch = Rows | Wgmma | Mma | Dequantize
 Times = Mapping[int, Mapping[str, float]]
 """Microseconds of a weight's launches by their str(), by the number of tokens."""
-Options = Iterable[tuple[Launch, float]]
+Options = Iterable[tuple[Plan, float]]
 """Launches and their fitted costs."""
 
 
@@ -30,15 +27,15 @@ def shape_name(n: int, k: int, blocksize: int, nested: bool) -> str:
     return f"{n} x {k}, {'nested ' if nested else ''}blocks of {blocksize}"
 
 
-def shortlist(options: Options) -> list[Launch]:
+def shortlist(options: Options) -> list[Plan]:
     """The launches to time: of each kernel's likeliest instances the likeliest one."""
-    found: dict[type, dict[tuple[object, ...], Launch]] = {}
+    found: dict[type, dict[tuple[object, ...], Plan]] = {}
     for launch, _ in sorted(options, key=lambda option: option[1]):
         found.setdefault(type(launch), {}).setdefault(_instance(launch), launch)
     return [launch for own in found.values() for launch in list(own.values())[:_INSTANCES]]
 
 
-def measured_choice(m: int, times: Times, options_of: Callable[[int], Options]) -> Launch:
+def measured_choice(m: int, times: Times, options_of: Callable[[int], Options]) -> Plan:
     """The fastest of options_of(m), by what was measured with m tokens or the next larger number.
 
     A launch takes as many times its fitted cost as its instance did there; one whose instance was not measured, such as a
@@ -62,6 +59,6 @@ def measured_choice(m: int, times: Times, options_of: Callable[[int], Options]) 
     return next((launch for launch, cost in costs.items() if cost <= most), options[0][0])
 
 
-def _instance(launch: Launch) -> tuple[object, ...]:
+def _instance(launch: Plan) -> tuple[object, ...]:
     """Compiled instance of a launch: its kernel, and the fields that come first."""
     return type(launch), *dataclasses.astuple(launch)[:2]
