@@ -18,7 +18,7 @@ class ImageError(Exception):
 
 
 def decode(data: bytes, max_pixels: int, box: int | None = None) -> Image.Image:
-    """The image in data, in RGB and upright; scaled down to fit into a square of box pixels, if one is given.
+    """The image in data, in RGB on white and upright; scaled down to fit into a square of box pixels, if one is given.
 
     Raises ImageError.
     """
@@ -51,13 +51,21 @@ def _decoded(data: bytes, max_pixels: int, box: int | None) -> Image.Image:
         if getattr(image, "is_animated", False):
             raise ImageError(f"has {getattr(image, 'n_frames', 'several')} frames; only still images are taken")
         image.load()
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I;16"):  # a plain conversion would cut off at 255
-            upright = upright.point(lambda value: value / 256).convert("L")
-        pixels = upright.convert("RGB")
+        pixels = _opaque(ImageOps.exif_transpose(image))
         if box is not None:
             pixels.thumbnail((box, box), Image.Resampling.BICUBIC)
         return pixels
+
+
+def _opaque(image: Image.Image) -> Image.Image:
+    """The image in RGB, on white where it is transparent: black ink on a transparent ground would be black on black."""
+    if image.mode.startswith("I;16"):  # a plain conversion would cut off at 255
+        image = image.point(lambda value: value / 256).convert("L")
+        image.info.pop("transparency", None)  # a grey level of 16 bits
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    whole = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", whole.size, "white"), whole).convert("RGB")
 
 
 def _line(error: Exception) -> str:

@@ -114,6 +114,11 @@ class PixtralLayout:
         return {"images_kwargs": {"patch_size": self._patch}}
 
     def _process_images(self, images: list[Image.Image], **options: Any) -> tuple[Any, list[str]]:
+        longest = self._image_processor.size.longest_edge
+        for width, height in (image.size for image in images):
+            if longest is not None and min(width, height) * longest < max(width, height):
+                # Scaled to the longest edge it would have no pixels.
+                raise ValueError(f"its sides of {width} and {height} pixels differ too much")
         found = self._image_processor(images, **options)
         texts = []
         for height, width in np.asarray(found["image_sizes"]).tolist():

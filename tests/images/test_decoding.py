@@ -42,6 +42,29 @@ def test_other_modes_become_rgb() -> None:
     assert np.abs(np.asarray(decode(encoded(deep), MOST).convert("L"), int) - np.asarray(gray, int)).max() <= 1
 
 
+def test_what_is_transparent_is_white() -> None:
+    """As its author saw it: in editors transparent pixels are black for the most part, and so is what is drawn on them."""
+    ink = Image.new("RGBA", (8, 4), (0, 0, 0, 0))
+    ink.paste((0, 0, 0, 255), (0, 0, 4, 4))
+    ink.paste((0, 0, 0, 128), (4, 0, 6, 4))
+    for form in ("PNG", "WEBP"):
+        pixels = np.asarray(decode(encoded(ink, form), MOST), int)
+        assert np.abs(pixels - np.repeat([0, 127, 255], [4, 2, 2])[:, None]).max() <= 1
+    gray = decode(encoded(ink.convert("LA")), MOST)
+    assert gray.getpixel((0, 0)) == (0, 0, 0)
+    assert gray.getpixel((7, 0)) == (255, 255, 255)
+    for mode, key in (("L", 0), ("1", 0), ("P", 0), ("RGB", (0, 0, 0))):
+        plain = Image.new("L", (2, 1), 255)
+        plain.putpixel((0, 0), 0)
+        buffer = io.BytesIO()
+        plain.convert(mode).save(buffer, "PNG", transparency=key)
+        assert decode(buffer.getvalue(), MOST).getpixel((0, 0)) == (255, 255, 255), mode
+    deep = chunk(b"tRNS", b"\xff\xff") + chunk(b"IDAT", zlib.compress(b"\0" + b"\xff\xff" * 3))
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 3, 1, 16, 0, 0, 0, 0))
+    image = decode(b"\x89PNG\r\n\x1a\n" + header + deep + chunk(b"IEND", b""), MOST)
+    assert image.getpixel((0, 0)) == (255, 255, 255)
+
+
 def test_a_turned_photo_is_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees

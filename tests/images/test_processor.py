@@ -103,6 +103,10 @@ def test_rows_of_pixtral_end_with_a_token(tmp_path: Path) -> None:
     # Larger ones are scaled to the longest edge of its settings.
     _, text, _ = processor.prepare(Image.new("RGB", (560, 280)))
     assert text.count("[IMG]") == 4 * 2
+    assert processor.prepare(Image.new("RGB", (1, 112)))[2] == 4
+    for size in ((1, 113), (4000, 1)):
+        with pytest.raises(ImageError, match="pixels differ too much"):
+            processor.prepare(Image.new("RGB", size))
 
 
 LFM2_VL: list[dict[str, Any]] = [
