@@ -76,7 +76,7 @@ def disable() -> None:
 
 
 def capabilities() -> dict[str, str]:
-    """Per device type, which kernels run ("avx512") or why none do ("unavailable: ...")."""
+    """Per device type, which kernels run ("avx2") or why none do ("unavailable: ...")."""
     cpu_error, cuda_error = cpu.load_error(), cuda.load_error()
     return {
         "cpu": f"unavailable: {cpu_error}" if cpu_error else cpu.isa(),

@@ -1,8 +1,8 @@
 """The CPU kernels: loads libnf4_cpu.so and calls it with tensors' pointers.
 
 Source: csrc/cpu/*.cpp behind the C interface of csrc/cpu/cpu.h. The library chooses its instruction set when it loads (AMX,
-AVX-512 with VNNI or without, AVX2 or portable); NF4_CPU_ISA forces one of them. load_error() says why the kernels cannot be
-used.
+AVX-512 with VNNI, AVX2 or portable); NF4_CPU_ISA forces one of them. load_error() says why the kernels
+cannot be used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nf4_kernels.library_files import cpu_library
 from nf4_kernels.mamba2_params import Nf4Mamba2
 from nf4_kernels.params import DTYPES, TABLE_NUMBERS, Nf4Weight, size_error, weight_struct
 
-ISAS = ("amx", "avx512vnni", "avx512", "avx2", "portable")
+ISAS = ("amx", "avx512vnni", "avx2", "portable")
 """The instruction sets that there are kernels for, the best first."""
 
 
@@ -79,7 +79,7 @@ def load_error() -> str | None:
 
 
 def isa() -> str:
-    """The instruction set in use: portable, avx2, avx512, avx512vnni or amx. KernelError where the library is missing."""
+    """The instruction set in use: portable, avx2, avx512vnni or amx. KernelError where the library is missing."""
     name: bytes = usable().nf4_cpu_isa()
     return name.decode()
 

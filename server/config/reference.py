@@ -28,7 +28,7 @@ TAIL = """\
 | `XDG_CACHE_HOME` | Where caches are kept: converted checkpoints, compiled kernels; default `~/.cache`. |
 | `CUDA_VISIBLE_DEVICES` | The GPUs that the server sees. |
 | `CUDA_HOME` | A CUDA toolkit, to compile kernels with. |
-| `NF4_CPU_ISA` | An instruction set in place of the CPU's best: portable, avx2, avx512, avx512vnni or amx. |
+| `NF4_CPU_ISA` | An instruction set in place of the CPU's best: portable, avx2, avx512vnni or amx. |
 | `NF4_CUDA_ARCHS` | GPU targets to compile for, such as `80;90a`. |
 | `NF4_WRITTEN_LAYERS` | 0: decoder layers run by transformers' own code. |
 | `NF4_POSE_AS` | To test: the capability of an older GPU, such as 86, whose kernels are chosen. |

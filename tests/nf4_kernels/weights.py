@@ -14,7 +14,7 @@ from bitsandbytes.functional import QuantState, quantize_4bit
 from nf4_kernels import cpu
 from nf4_kernels.format import Weight
 
-FIXED_POINT = ("avx2", "avx512", "avx512vnni")
+FIXED_POINT = ("avx2", "avx512vnni")
 """The instruction sets with GEMMs in 16-bit fixed point (docs/adr/0027)."""
 
 

@@ -60,7 +60,4 @@ static inline void scales_of_rows(const Nf4Weight* w, int64_t row0, int rows, fl
 /* The GEMMs in fixed point: sets the functions of `fused` and `tiles`. */
 void use_fixed_avx2(Kernels* kernels);
 
-/* The GEMMs with bfloat16 weights: sets bf16_order and bf16_rows. */
-void use_bf16_avx2(Kernels* kernels);
-
 }  // namespace nf4

@@ -90,15 +90,11 @@ static inline void store_pairs(const __m512 (&total)[M][P], float* sums) {
   }
 }
 
-/* The GEMMs in float32: rows_avx512.cpp, dot_avx512.cpp. */
+/* GEMMs of few tokens in float32: rows_avx512.cpp. */
 void fused_order_avx512(const Prepared* x, float* order);
 void fused_avx512(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, float* scratch, float* sums);
-void bf16_order_avx512(const Prepared* x, float* order);
-void bf16_rows_avx512(const uint16_t* w, const Prepared* x, int64_t m0, int count, int64_t row0, int rows,
-                      float* sums);
-void dot_avx512(const float* panel, int rows, const Prepared* x, int64_t m0, int count, float* sums);
 
-/* Everything but matrix tiles and fixed point; "avx512", "avx512vnni" and "amx" begin with these. */
+/* Everything but matrix tiles and fixed point; "avx512vnni" and "amx" begin with these. */
 const Kernels* avx512_float32_kernels();
 
 }  // namespace nf4

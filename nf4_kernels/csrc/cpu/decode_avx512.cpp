@@ -1,5 +1,6 @@
 /* Dequantizing, widening and storing with AVX-512, and the table of its kernels in float32. */
 #include "avx512.h"
+#include "float_rows.h"
 #include "gated_delta_tile.h"
 #include "mamba2_kernels.h"
 
@@ -74,6 +75,35 @@ void decode(const Nf4Weight* w, int64_t begin, int64_t end, void* out, int32_t d
   }
 }
 
+struct Lanes {
+  using Vector = __m512;
+  static constexpr int kWidth = 16, kTokens = 3, kWideTokens = 8;
+  static constexpr int rows(int) { return kPanelRows; }
+  static constexpr int wide_rows(int tokens) { return tokens <= 4 ? 4 : 2; }
+  static inline Vector zero() { return _mm512_setzero_ps(); }
+  static inline Vector load(const float* from) { return _mm512_loadu_ps(from); }
+  static inline Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+  template <int R>
+  static inline void sums(const Vector* total, float* to) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r += 4) {
+      Vector four[4];
+      for (int i = 0; i < 4; ++i) four[i] = r + i < R ? total[r + i < R ? r + i : 0] : zero();
+      __m128 low, high;
+      reduce4(four, &low, &high);
+      alignas(16) float found[4];
+      _mm_store_ps(found, _mm_add_ps(low, high));
+      for (int i = 0; i < 4 && r + i < R; ++i) to[r + i] = found[i];
+    }
+  }
+  /* Even columns are the low halves of the 32-bit lanes, odd ones the high halves. */
+  static inline void widen(const uint16_t* from, Vector* even, Vector* odd) {
+    const __m512i both = _mm512_loadu_si512(from);
+    *even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    *odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
+  }
+};
+
 __m512 load_bias(const void* bias, int64_t at, __mmask16 mask, int32_t dtype) {
   if (dtype == NF4_FLOAT32) return _mm512_maskz_loadu_ps(mask, (const float*)bias + at);
   __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t*)bias + at);
@@ -116,14 +146,14 @@ const Kernels* avx512_float32_kernels() {
     k.gated_delta = gated_delta_avx512;
     k.mamba2 = &mamba2_avx512;
     k.decode = decode;
-    k.dot = dot_avx512;
+    k.dot = dot<Lanes>;
     k.emit = emit;
     k.widen = widen;
     k.fused_rows = 8;
     k.fused_order = fused_order_avx512;
     k.fused = fused_avx512;
-    k.bf16_order = bf16_order_avx512;
-    k.bf16_rows = bf16_rows_avx512;
+    k.bf16_order = bf16_order<Lanes>;
+    k.bf16_rows = bf16_rows<Lanes>;
     return k;
   }();
   return &kernels;

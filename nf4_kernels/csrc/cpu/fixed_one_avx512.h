@@ -1,5 +1,5 @@
 /* GEMMs of one token in 16-bit fixed point with 512-bit vectors: what a decode step of one sequence waits for. It adds in the
- * order of rows_times() (fixed_avx512.h), and so gives the same bits. Static for the reason given in kernels.h. */
+ * order of rows_times() (fixed_avx512vnni.cpp), and so gives the same bits. Static for the reason given in kernels.h. */
 #pragma once
 
 #include "fixed_order_avx512.h"
@@ -12,7 +12,6 @@ constexpr int kOneRows = 8;
 
 /* kOneRows rows of w, which follow each other; the same number of rows are fetched behind them. scales: a row's groups after
  * the other's, and up to 15 floats behind the last one can be read. */
-template <class Products>
 inline void one_times(const uint8_t* w, const float* scales, __m512i codes, const int16_t* x, const float* x_scales,
                       int64_t groups, float* sums) {
   const int64_t stride = groups * 32;
@@ -40,7 +39,7 @@ inline void one_times(const uint8_t* w, const float* scales, __m512i codes, cons
 #pragma GCC unroll 4
         for (int r = 0; r < 4; ++r) {
           if (j == 0) sum[r] = _mm512_setzero_si512();
-          Products::add(sum[r], _mm512_permutexvar_epi16(words[r], codes), columns);
+          add_products(sum[r], _mm512_permutexvar_epi16(words[r], codes), columns);
           if (j < 3) words[r] = _mm512_srli_epi16(words[r], 4);
         }
       }

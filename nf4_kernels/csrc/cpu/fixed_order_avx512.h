@@ -16,6 +16,11 @@ inline __m512i code_words(const Nf4Weight* w) {
   return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)fixed_codes_of(w)));
 }
 
+/* Adds the products of a's and b's pairs of 16-bit integers to sum's. GCC 12 copies every sum around the intrinsic for this. */
+inline void add_products(__m512i& sum, __m512i a, __m512i b) {
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+}
+
 inline __m512i two_rows(const uint8_t* a, const uint8_t* b) {
   const __m256i low = _mm256_loadu_si256((const __m256i*)a), high = _mm256_loadu_si256((const __m256i*)b);
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);

@@ -119,7 +119,6 @@ struct Choice {
 const Choice kChoices[] = {
     {"amx", has_amx, amx_kernels},
     {"avx512vnni", has_avx512vnni, avx512vnni_kernels},
-    {"avx512", has_avx512, avx512_kernels},
     {"avx2", has_avx2, avx2_kernels},
     {"portable", [] { return true; }, portable_kernels},
 };

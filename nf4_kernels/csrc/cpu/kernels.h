@@ -88,7 +88,6 @@ struct Kernels {
 
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
-const Kernels* avx512_kernels();
 const Kernels* avx512vnni_kernels();
 const Kernels* amx_kernels();
 

@@ -1,6 +1,6 @@
-/* Kernels with AVX2, FMA and F16C in float32: dequantizing, storing, and GEMMs through float32 panels in L1, which are for
- * weights that those in fixed point and with bfloat16 weights do not take. */
+/* Kernels with AVX2, FMA and F16C in float32: dequantizing, storing, and the GEMMs of float_rows.h. */
 #include "avx2.h"
+#include "float_rows.h"
 #include "gated_delta_tile.h"
 #include "mamba2_kernels.h"
 
@@ -61,49 +61,25 @@ void decode(const Nf4Weight* w, int64_t begin, int64_t end, void* out, int32_t d
   }
 }
 
-/* M rows of x times R panel rows. */
-template <int M, int R>
-void panel_times(const float* panel, const float* x, int64_t stride, float* sums) {
-  __m256 total[M][R];
-  for (int m = 0; m < M; ++m) {
-    for (int r = 0; r < R; ++r) total[m][r] = _mm256_setzero_ps();
+struct Lanes {
+  using Vector = __m256;
+  static constexpr int kWidth = 8, kTokens = 4, kWideTokens = 4;
+  static constexpr int rows(int tokens) { return tokens <= 2 ? 4 : 2; }
+  static constexpr int wide_rows(int tokens) { return rows(tokens); }
+  static inline Vector zero() { return _mm256_setzero_ps(); }
+  static inline Vector load(const float* from) { return _mm256_loadu_ps(from); }
+  static inline Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+  template <int R>
+  static inline void sums(const Vector* total, float* to) {
+    for (int r = 0; r < R; ++r) to[r] = sum8(total[r]);
   }
-  for (int64_t k = 0; k < stride; k += 8) {
-    __m256 weight[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) weight[r] = _mm256_loadu_ps(panel + r * stride + k);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const __m256 value = _mm256_loadu_ps(x + m * stride + k);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) total[m][r] = _mm256_fmadd_ps(value, weight[r], total[m][r]);
-    }
+  /* Even columns are the low halves of the 32-bit lanes, odd ones the high halves. */
+  static inline void widen(const uint16_t* from, Vector* even, Vector* odd) {
+    const __m256i both = _mm256_loadu_si256((const __m256i*)from);
+    *even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    *odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)));
   }
-  for (int m = 0; m < M; ++m) {
-    for (int r = 0; r < R; ++r) sums[m * kUnit + r] = sum8(total[m][r]);
-  }
-}
-
-template <int M>
-void rows_times(const float* panel, int rows, const float* x, int64_t stride, float* sums) {
-  int j = 0;
-  for (; j + 4 <= rows && M <= 2; j += 4) panel_times<M, 4>(panel + j * stride, x, stride, sums + j);
-  for (; j + 2 <= rows; j += 2) panel_times<M, 2>(panel + j * stride, x, stride, sums + j);
-  for (; j < rows; ++j) panel_times<M, 1>(panel + j * stride, x, stride, sums + j);
-}
-
-void dot(const float* panel, int rows, const Prepared* x, int64_t m0, int count, float* sums) {
-  for (int i = 0; i < count; i += 4) {
-    const float* a = x->x + (m0 + i) * x->stride;
-    float* to = sums + i * kUnit;
-    switch (count - i) {
-      case 1: rows_times<1>(panel, rows, a, x->stride, to); break;
-      case 2: rows_times<2>(panel, rows, a, x->stride, to); break;
-      case 3: rows_times<3>(panel, rows, a, x->stride, to); break;
-      default: rows_times<4>(panel, rows, a, x->stride, to);
-    }
-  }
-}
+};
 
 __m256 load8(const void* from, int64_t i, int32_t dtype) {
   if (dtype == NF4_FLOAT32) return _mm256_loadu_ps((const float*)from + i);
@@ -146,11 +122,12 @@ const Kernels* avx2_kernels() {
     k.gated_delta = gated_delta_avx2;
     k.mamba2 = &mamba2_avx2;
     k.decode = decode;
-    k.dot = dot;
+    k.dot = dot<Lanes>;
     k.emit = emit;
     k.widen = widen;
     use_fixed_avx2(&k);
-    use_bf16_avx2(&k);
+    k.bf16_order = bf16_order<Lanes>;
+    k.bf16_rows = bf16_rows<Lanes>;
     return k;
   }();
   return &kernels;

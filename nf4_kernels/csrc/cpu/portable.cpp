@@ -1,4 +1,5 @@
 /* Kernels for any CPU, in C++ with the vectors of GCC and clang: of 16 bytes, SSE2's on x86-64 and NEON's on arm. */
+#include "float_rows.h"
 #include "gated_delta_tile.h"
 #include "mamba2_kernels.h"
 
@@ -7,12 +8,6 @@ namespace {
 
 typedef float Four __attribute__((vector_size(16)));
 typedef uint64_t TwoPairs __attribute__((vector_size(16)));
-
-Four load(const float* from) {
-  Four found;
-  memcpy(&found, from, sizeof found);
-  return found;
-}
 
 /* What the two codes of each byte stand for, as the bits of two floats: half as many look-ups as codes. */
 struct Pairs {
@@ -53,44 +48,22 @@ void decode(const Nf4Weight* w, int64_t begin, int64_t end, void* out, int32_t d
   }
 }
 
-/* kTokens rows of x times kRows rows of the panel. A product has one vector of partial sums, whatever stands beside it, so
- * that its bits are the same in every batch; the others' sums fill the time until its next addition can begin. */
-template <int kTokens, int kRows>
-void dot_block(const float* panel, const float* x, int64_t stride, float* sums) {
-  Four partial[kTokens][kRows] = {};
-  for (int64_t k = 0; k < stride; k += 4) {
-    Four a[kTokens];
-    for (int i = 0; i < kTokens; ++i) a[i] = load(x + i * stride + k);
-    for (int j = 0; j < kRows; ++j) {
-      const Four b = load(panel + j * stride + k);
-      for (int i = 0; i < kTokens; ++i) partial[i][j] += a[i] * b;
-    }
+struct Lanes {
+  using Vector = Four;
+  static constexpr int kWidth = 4, kTokens = 2;
+  static constexpr int rows(int tokens) { return tokens == 1 ? kPanelRows : 4; }
+  static inline Vector zero() { return Vector{}; }
+  static inline Vector load(const float* from) {
+    Vector found;
+    memcpy(&found, from, sizeof found);
+    return found;
   }
-  for (int i = 0; i < kTokens; ++i) {
-    for (int j = 0; j < kRows; ++j) {
-      const Four p = partial[i][j];
-      sums[i * kUnit + j] = (p[0] + p[2]) + (p[1] + p[3]);
-    }
+  static inline Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
+  template <int R>
+  static inline void sums(const Vector* total, float* to) {
+    for (int r = 0; r < R; ++r) to[r] = (total[r][0] + total[r][2]) + (total[r][1] + total[r][3]);
   }
-}
-
-template <int kTokens>
-void dot_tokens(const float* panel, int rows, const float* x, int64_t stride, float* sums) {
-  int j = 0;
-  if (kTokens == 1 && rows == kPanelRows) {
-    dot_block<1, kPanelRows>(panel, x, stride, sums);
-    return;
-  }
-  for (; j + 4 <= rows; j += 4) dot_block<kTokens, 4>(panel + j * stride, x, stride, sums + j);
-  for (; j < rows; ++j) dot_block<kTokens, 1>(panel + j * stride, x, stride, sums + j);
-}
-
-void dot(const float* panel, int rows, const Prepared* x, int64_t m0, int count, float* sums) {
-  const float* from = x->x + m0 * x->stride;
-  int i = 0;
-  for (; i + 2 <= count; i += 2) dot_tokens<2>(panel, rows, from + i * x->stride, x->stride, sums + i * kUnit);
-  if (i < count) dot_tokens<1>(panel, rows, from + i * x->stride, x->stride, sums + i * kUnit);
-}
+};
 
 void emit(const float* sums, const void* bias, void* out, int32_t dtype, int64_t n, int64_t m0, int count,
           int64_t row0, int rows) {
@@ -117,7 +90,7 @@ const Kernels* portable_kernels() {
     k.gated_delta = gated_delta_portable;
     k.mamba2 = &mamba2_portable;
     k.decode = decode;
-    k.dot = dot;
+    k.dot = dot<Lanes>;
     k.emit = emit;
     k.widen = widen;
     return k;
