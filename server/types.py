@@ -6,6 +6,10 @@ from typing import Literal
 
 import msgspec
 
+LITERAL_CHARACTERS = "literal_characters"
+"""A grammar's key, which llguidance leaves alone: what its literals have besides printable ASCII."""
+DEAD_END = "the grammar asks for a character that no tokens of this model make up"
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -39,7 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     speculation: bool = True
     """Whether steps may have draft tokens, where the engine has speculation; the answer is the same."""
     grammar: str | None = None
-    """A grammar that the text has to match, in llguidance's JSON form."""
+    """A grammar that the text has to match, in llguidance's JSON form, which may have LITERAL_CHARACTERS."""
 
 
 class ImageInput(msgspec.Struct, frozen=True, gc=False):
@@ -146,7 +150,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     stop_token_id: int | None = None
     """The EOS or stop token that ended the request, when finish_reason is "stop"."""
     error: str | None = None
-    """A one-line reason, when finish_reason is "error"."""
+    """A one-line reason, when finish_reason is "error"; begins with DEAD_END if it is the request's own grammar."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache."""
     logprobs: list[TokenLogprob] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,16 +18,23 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from server.engine.grammar_tokenizer import grammar_tokenizer
 from server.engine.scheduling.errors import DataError
 from server.engine.scheduling.sequence import Constraint
+from server.types import DEAD_END, LITERAL_CHARACTERS
 
 CACHED_GRAMMARS = 256
 QUICK_S = 0.0005
 """For this many seconds masks are found one after another; the remaining ones of the step are found on several threads."""
+_DEAD_ENDS = "forced bytes: got", "NoExtensionBias"
+"""Parts of llguidance's messages where a single text can follow, which no tokens make up."""
 THREADED_STEPS = 15
 """After a step whose masks took longer, this many steps have all their masks found on several threads."""
 
 
 class GrammarError(DataError):
     """The grammar cannot be used, or the sequence left it; the message is one line."""
+
+
+class DeadEndError(GrammarError):
+    """What the grammar has next begins with a byte that no token has, as it may after some of the texts that match it."""
 
 
 class GrammarState:
@@ -154,7 +162,8 @@ class MaskFiller:
 def check(matcher: LLMatcher) -> None:
     """Raise GrammarError where a matcher can go no further."""
     if matcher.is_error():
-        raise GrammarError(_line(matcher.get_error()))
+        message = _line(matcher.get_error())
+        raise (DeadEndError if any(sign in message for sign in _DEAD_ENDS) else GrammarError)(message)
 
 
 @functools.cache
@@ -200,11 +209,24 @@ class Grammars:
         # llguidance's limits bound time and memory of compilation and of each mask.
         matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         check(matcher)
+        forced: bytes = matcher.compute_ff_bytes()
+        literals = [part.get(LITERAL_CHARACTERS, "") for part in json.loads(grammar)["grammars"]]
+        for character in "".join([*literals, forced.decode(errors="ignore")]):
+            if not self._token_bytes.issuperset(character.encode()):
+                raise GrammarError(f"{DEAD_END}: {character!a} (U+{ord(character):04X})")
+        if not self._token_bytes.issuperset(forced):
+            raise GrammarError(f"{DEAD_END}, which begins with {forced!r}")
         # A grammar may compile and have no text at all: definitions that only name each other, for one.
         matcher.compute_bitmask()
         if matcher.is_error():
             raise GrammarError(f"no text matches it ({_line(matcher.get_error())})")
         return matcher
+
+    @functools.cached_property
+    def _token_bytes(self) -> frozenset[int]:
+        """All bytes that tokens have: vocabularies that have been cut have no token for some."""
+        tokenizer = self._tokenizer.result()
+        return frozenset(tokenizer.decode_bytes([*range(tokenizer.vocab_size)]))
 
 
 def _tokenizer(folder: Path, vocab_size: int | None, eos_token_id: int | None) -> LLTokenizer:

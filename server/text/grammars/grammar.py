@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -11,7 +11,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from server.text.dialect import MAX_CALLS, Dialect
 from server.text.grammars.closing import close_objects
-from server.text.grammars.schemas import mend_schema
+from server.text.grammars.schemas import mend_schema, schema_literals
+from server.types import LITERAL_CHARACTERS
 
 # JSON on one line, with a space after a colon or a comma at most: where more is allowed, a small model gets lost in it.
 _JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
@@ -27,7 +28,7 @@ SpecialId = Callable[[str], int | None]
 
 def json_grammar(schema: Any) -> str:
     """Texts that are JSON documents of a schema."""
-    return _lark(f"start: {_inline(schema)}")
+    return _lark(f"start: {_inline(schema)}", schema_literals(schema))
 
 
 def regex_grammar(pattern: str) -> str:
@@ -38,7 +39,7 @@ def regex_grammar(pattern: str) -> str:
 
 def choice_grammar(choices: Sequence[str]) -> str:
     """Exactly one of these texts."""
-    return _lark("start: " + " | ".join(_quoted(choice) for choice in choices))
+    return _lark("start: " + " | ".join(_quoted(choice) for choice in choices), choices)
 
 
 def text_grammar(grammar: str) -> str:
@@ -52,6 +53,7 @@ def text_grammar(grammar: str) -> str:
 def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special: SpecialId, *, several: bool) -> str:
     """Answers that are nothing but calls of these tools (their "function" objects), as the dialect writes them."""
     functions = [tool["function"] for tool in tools]
+    literals = [text for function in functions for text in schema_literals(_parameters(function))]
 
     def mark(text: str) -> str:
         token = special(text)
@@ -64,18 +66,20 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
                 f"{mark('[TOOL_CALLS]')} {_quoted(f['name'])} {mark('[ARGS]')} {_inline(_parameters(f))}"
                 for f in functions
             )
-            return _lark(f"start: {_repeated('call', count)}\ncall: {calls}")
+            return _lark(f"start: {_repeated('call', count)}\ncall: {calls}", literals)
         case "mistral":
             calls = _repeated("call", count, r'"," " "?')
-            return _lark(f'start: {mark("[TOOL_CALLS]")} "[" {calls} "]"\ncall: {_objects(functions, "arguments")}')
+            start = f'start: {mark("[TOOL_CALLS]")} "[" {calls} "]"'
+            return _lark(f"{start}\ncall: {_objects(functions, 'arguments')}", literals)
         case "gemma" | "gemma4":
-            return _lark(_gemma(dialect, functions, mark, count))
+            return _lark(_gemma(dialect, functions, mark, count), literals)
         case "llama":
-            return _lark(f"start: {_objects(functions, 'parameters')}")
+            return _lark(f"start: {_objects(functions, 'parameters')}", literals)
         case _:
             opening, closing = mark("<tool_call>"), mark("</tool_call>")
             calls, objects = _repeated("call", count, r'"\n"'), _objects(functions, "arguments")
-            return _lark(f'start: {calls}\ncall: {opening} "\\n" object "\\n" {closing}\nobject: {objects}')
+            lark = f'start: {calls}\ncall: {opening} "\\n" object "\\n" {closing}\nobject: {objects}'
+            return _lark(lark, literals)
 
 
 def either(first: str, second: str) -> str:
@@ -105,8 +109,11 @@ def after_thoughts(grammar: str, dialect: Dialect, special: SpecialId, *, opened
     return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]}, ensure_ascii=False)
 
 
-def _lark(text: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": text}]}, ensure_ascii=False)
+def _lark(text: str, literals: Iterable[str] = ()) -> str:
+    """literals: texts that an answer may have to hold, whose characters the engine compares with the model's vocabulary."""
+    unusual = sorted({character for literal in literals for character in literal if not " " <= character <= "~"})
+    noted = {LITERAL_CHARACTERS: "".join(unusual)} if unusual else {}
+    return json.dumps({"grammars": [{"lark_grammar": text, **noted}]}, ensure_ascii=False)
 
 
 def _inline(schema: Any) -> str:

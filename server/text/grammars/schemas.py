@@ -7,6 +7,7 @@ What does exclude something and cannot be expressed is still refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -40,6 +41,15 @@ def mend_schema(schema: Any) -> Any:
         if isinstance(inner.get("oneOf"), list) and "anyOf" not in inner:
             _add_tag(inner["oneOf"], document, tags)
     return _mended(schema, tags)
+
+
+def schema_literals(schema: Any) -> Iterator[str]:
+    """JSON texts of the property names, and of the values of const and enum, in a schema and all within it."""
+    for inner, _ in _schemas(schema, schema):
+        for key in ("properties", "required", "const", "enum"):
+            if key in inner:
+                names = list(inner[key]) if key == "properties" and isinstance(inner[key], dict) else inner[key]
+                yield json.dumps(names, ensure_ascii=False)
 
 
 def _schemas(schema: Any, document: Any) -> Iterator[tuple[dict[str, Any], Any]]:

@@ -88,6 +88,32 @@ def test_older_names_and_text_completions(http: httpx.Client) -> None:
     assert choice["finish_reason"] == "stop"
 
 
+def json_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def tool(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"guided_choice": ["yes", "j_\U00063988"]}, "guided_choice"),
+        ({"response_format": json_format({"enum": ["\U00063988"]})}, "response_format"),
+        ({"tools": [tool({"\U00063988": {"type": "integer"}})], "tool_choice": "required"}, "tools"),
+        # That nothing can follow shows after the first letter.
+        ({"structured_outputs": {"regex": "[ab]\U00063988"}, "n": 2}, None),
+    ],
+)
+def test_characters_that_the_vocabulary_lacks(http: httpx.Client, options: dict[str, Any], param: str | None) -> None:
+    answer = http.post(CHAT, json=chat_body(**options, max_tokens=20))
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["code"], (error["param"] or "").split(".")[0]) == ("invalid_grammar", param or "")
+    assert param is None or "U+63988" in error["message"]
+
+
 def test_ignore_eos_ends_where_the_form_does(http: httpx.Client) -> None:
     body = chat_body(structured_outputs={"regex": "abc"}, ignore_eos=True, max_tokens=50)
     choice = http.post(CHAT, json=body).json()["choices"][0]

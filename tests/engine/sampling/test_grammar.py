@@ -16,8 +16,9 @@ from server.engine.grammar import THREADED_STEPS, GrammarError, Grammars, Gramma
 from server.engine.runtime.sampling.grammar_masks import MaskBuffer
 from server.engine.runtime.sampling.sampler import Sampler
 from server.engine.scheduling.sequence import Constraint, Sequence
+from server.text.grammars.grammar import choice_grammar, json_grammar, regex_grammar, text_grammar
 from server.text.tokenizer import Tokenizer
-from server.types import GenerateRequest, SamplingParams
+from server.types import DEAD_END, GenerateRequest, SamplingParams
 from tests.engine.factories import sample
 
 VOCABULARY, END = 49152, 2
@@ -193,6 +194,59 @@ def test_a_sequence_that_leaves_its_grammar_ends_alone(grammars: Grammars) -> No
     assert good.constraint.permits(alone.token)
     assert failed.error is not None
     assert failed.error.startswith("the model failed: GrammarError: ")
+
+
+# No token of the embedded model has the byte F1, with which these characters begin, and none is U+0004.
+LACKING, LACKING_CONTROL = "\U00063988", "\x04"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        choice_grammar(["hello", f"j_{LACKING}"]),
+        choice_grammar([LACKING_CONTROL]),
+        json_grammar({"enum": ["b", {"a": [LACKING]}]}),
+        json_grammar({"properties": {"a": {"properties": {LACKING: {}}}}}),
+        json_grammar({"type": "string", "pattern": f"^x{LACKING}$"}),
+        regex_grammar(f"a{LACKING}b"),
+        text_grammar(f'root ::= "a{LACKING}" [a-z]'),
+    ],
+)
+def test_literals_that_no_tokens_make_up_are_named(grammars: Grammars, grammar: str) -> None:
+    with pytest.raises(GrammarError, match=r"make up: '\\(U00063988|x04)' \(U\+(63988|0004)\)"):
+        grammars.start(grammar).matcher()
+    with pytest.raises(GrammarError, match=rf"{DEAD_END}, which begins with b'a\\xf1'"):
+        grammars.start(regex_grammar("a[\U00050000-\U00060000]b")).matcher()
+
+
+def test_characters_that_no_tokens_make_up_among_others(grammars: Grammars) -> None:
+    """They are not chosen; where nothing else can follow, the sequence's reason says so."""
+    takes = {
+        json_grammar({"enum": ["x", LACKING_CONTROL], "description": LACKING}): '"\\u0004"',
+        json_grammar({"type": "string", "minLength": 1, "maxLength": 1}): '"x"',
+        regex_grammar(f"a(x|{LACKING})b"): "axb",
+        regex_grammar(f"a[^{LACKING}]b"): "axb",
+    }
+    for grammar, text in takes.items():
+        assert grammars.start(grammar).permitted(grammars._tokenizer.result().tokenize_str(text)) > 0
+        assert len(written(grammars, grammar)) < 30
+    for lacking in (LACKING, r"\x04"):
+        found = {written(grammars, regex_grammar(f"(x|a{lacking})b"), seed) for seed in range(8)} - {"xb"}
+        assert found
+        assert all(reason.startswith(DEAD_END) for reason in found), found
+
+
+def written(grammars: Grammars, grammar: str, seed: int = 0) -> str:
+    """The text of random logits, or the reason for which it has no end."""
+    bound, chance, answer = sequence(grammars, grammar, seed), torch.Generator().manual_seed(seed), list[int]()
+    assert isinstance(bound.constraint, GrammarState)
+    while not bound.constraint.done and len(answer) < 20:
+        (found,) = sample(torch.randn(1, VOCABULARY, generator=chance), [bound])
+        if found.error is not None:
+            return found.error
+        bound.constraint.accept(found.token)
+        answer.append(found.token)
+    return str(grammars._tokenizer.result().decode_str(answer))
 
 
 def test_the_state_behind_tokens_that_may_come(grammars: Grammars, embedded_folder: Path) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from server.engine.grammar import GrammarError, MaskFiller
+from server.engine.grammar import DeadEndError, GrammarError, MaskFiller
 from server.engine.runtime.trials import first_line
 from server.engine.scheduling.sequence import Sequence
+from server.types import DEAD_END
 
 
 class MaskBuffer:
@@ -42,8 +43,13 @@ class MaskBuffer:
                 for token in ends:
                     if 0 <= token < self._vocabulary:
                         found[row, token // 8] |= 1 << token % 8
-        errors = {row: f"the model failed: {type(e).__name__}: {first_line(e)}" for row, e in failed.items()}
+        errors = {row: _reason(error) for row, error in failed.items()}
         return memory.view(torch.uint8).to(self._device, non_blocking=True), errors
+
+
+def _reason(error: GrammarError) -> str:
+    reason = first_line(error)
+    return f"{DEAD_END} ({reason})" if isinstance(error, DeadEndError) else f"the model failed: GrammarError: {reason}"
 
 
 def permitted_by_masks(masks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
