@@ -62,7 +62,13 @@ class EngineCollector(Collector):
             ("engine_up", "1 when the engine takes requests.", float(state == "ready")),
         )
         if (cache := self._cache()) is not None:
-            yield self._cache_config(cache)
+            yield self._family(
+                GaugeMetricFamily,
+                "cache_config_info",
+                "Configuration of the KV cache, in the labels.",
+                ("block_size", "num_gpu_blocks", "enable_prefix_caching"),
+                [((str(cache.block_size), str(cache.num_blocks), str(cache.prefix_caching)), 1)],
+            )
         yield from self._memory(stats)
         yield from self._counters(
             ("num_preemptions", "Preemptions since the engine started.", stats.preemptions),
@@ -97,89 +103,72 @@ class EngineCollector(Collector):
             ),
             ("linear_seconds", "Time spent in NF4 linear layers since the engine started.", stats.linear_seconds_total),
         )
-        yield self._failed_steps(stats.failed_steps)
-        yield self._kernels(stats.kernel_seconds)
+        yield self._family(
+            CounterMetricFamily,
+            "failed_steps",
+            "Steps that failed, by cause: a request's data, or a fault of the engine.",
+            ("cause",),
+            [((cause,), count) for cause, count in stats.failed_steps.items()],
+        )
+        yield self._family(
+            CounterMetricFamily,
+            "kernel_seconds",
+            "Time spent in NF4 kernels since the engine started, by kind and variant.",
+            ("kind", "variant"),
+            [(kind_and_variant(kernel), seconds) for kernel, seconds in sorted(stats.kernel_seconds.items())],
+        )
         if stats.accepted_by_place:
-            yield self._accepted(stats.accepted_by_place)
+            yield self._family(
+                CounterMetricFamily,
+                "spec_decode_num_accepted_tokens_per_pos",
+                "Draft tokens that were accepted, by their place among a sequence's draft tokens of a step, from 0 on.",
+                ("position",),
+                [((str(place),), count) for place, count in enumerate(stats.accepted_by_place)],
+            )
         if stats.lora_slots:
-            yield self._adapters(stats)
+            # One series at a time, as in vLLM, for routers that send a request to where its adapter is.
+            running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
+            yield self._family(
+                GaugeMetricFamily,
+                "lora_requests_info",
+                "LoRA adapters of running and of waiting requests, and how many can be loaded; the value is the time.",
+                ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+                [((str(stats.lora_slots), running, waiting), time.time())],
+            )
 
     def _gauges(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
         for name, text, value in rows:
-            family = GaugeMetricFamily(f"nf4_{name}", text, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
+            yield self._family(GaugeMetricFamily, name, text, (), [((), value)])
 
-    def _cache_config(self, cache: CacheConfig) -> Metric:
-        family = GaugeMetricFamily(
-            "nf4_cache_config_info",
-            "Configuration of the KV cache, in the labels.",
-            labels=["model_name", "block_size", "num_gpu_blocks", "enable_prefix_caching"],
-        )
-        labels = [self._model, str(cache.block_size), str(cache.num_blocks), str(cache.prefix_caching)]
-        family.add_metric(labels, 1)
-        return family
+    def _counters(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
+        for name, text, value in rows:
+            yield self._family(CounterMetricFamily, name, text, (), [((), value)])
 
     def _memory(self, stats: EngineStats) -> Iterator[Metric]:
         """A series for each rank of tensor parallelism; a single series without that label where there is one rank."""
         ranks = [(stats.device_memory_used, stats.device_memory_total), *stats.other_device_memory]
+        labels = ("rank",) if len(ranks) > 1 else ()
         for index, (name, text) in enumerate(
             (
                 ("used", "Memory in use: the GPU's, or on CPU the engine's."),
                 ("total", "Memory in total: the GPU's, or on CPU the machine's."),
             )
         ):
-            labels = ["model_name", "rank"][: min(2, len(ranks))]
-            family = GaugeMetricFamily(f"nf4_device_memory_{name}_bytes", text, labels=labels)
-            for rank, values in enumerate(ranks):
-                family.add_metric([self._model, str(rank)][: len(labels)], values[index])
-            yield family
+            series = [((str(rank),)[: len(labels)], values[index]) for rank, values in enumerate(ranks)]
+            yield self._family(GaugeMetricFamily, f"device_memory_{name}_bytes", text, labels, series)
 
-    def _counters(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
-        for name, text, value in rows:
-            family = CounterMetricFamily(f"nf4_{name}", text, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
-
-    def _failed_steps(self, by_cause: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(
-            "nf4_failed_steps",
-            "Steps that failed, by cause: a request's data, or a fault of the engine.",
-            labels=["model_name", "cause"],
-        )
-        for cause, count in by_cause.items():
-            family.add_metric([self._model, cause], count)
-        return family
-
-    def _kernels(self, seconds: dict[str, float]) -> Metric:
-        family = CounterMetricFamily(
-            "nf4_kernel_seconds",
-            "Time spent in NF4 kernels since the engine started, by kind and variant.",
-            labels=["model_name", "kind", "variant"],
-        )
-        for kernel, value in sorted(seconds.items()):
-            family.add_metric([self._model, *kind_and_variant(kernel)], value)
-        return family
-
-    def _accepted(self, by_place: list[int]) -> Metric:
-        family = CounterMetricFamily(
-            "nf4_spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens that were accepted, by their place among a sequence's draft tokens of a step, from 0 on.",
-            labels=["model_name", "position"],
-        )
-        for place, count in enumerate(by_place):
-            family.add_metric([self._model, str(place)], count)
-        return family
-
-    def _adapters(self, stats: EngineStats) -> Metric:
-        """One series at a time, as in vLLM, for routers that send a request to where its adapter is."""
-        family = GaugeMetricFamily(
-            "nf4_lora_requests_info",
-            "LoRA adapters of running and of waiting requests, and how many can be loaded; the value is the time.",
-            labels=["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
-        running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
-        family.add_metric([self._model, str(stats.lora_slots), running, waiting], time.time())
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        labels: tuple[str, ...],
+        series: Iterable[tuple[tuple[str, ...], float]],
+    ) -> Metric:
+        """A metric with the model's name and these labels; series: their values, and the series' value."""
+        family = kind(f"nf4_{name}", text, labels=["model_name", *labels])
+        for values, value in series:
+            family.add_metric([self._model, *values], value)
         return family
 
 
