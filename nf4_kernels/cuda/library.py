@@ -220,12 +220,6 @@ def _declare(loaded: ctypes.CDLL) -> None:
         )
         getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
     loaded.nf4_cuda_linear_mma.argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(MmaPlan))
-    loaded.nf4_cuda_top_k.argtypes = (
-        *(ctypes.c_void_p,) * 3,
-        ctypes.c_int64,
-        *(ctypes.c_int32,) * 3,
-        ctypes.c_void_p,
-    )
     loaded.nf4_cuda_route.argtypes = (
         *(ctypes.c_void_p,) * 3,
         ctypes.c_int64,

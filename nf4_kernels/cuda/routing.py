@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from nf4_kernels.cuda.device import capability
-from nf4_kernels.cuda.library import raise_for, usable
-from nf4_kernels.cuda.top_k import can_select
+from nf4_kernels.cuda.library import load_error, raise_for, usable
 from nf4_kernels.params import DTYPES
 
+MOST_WIDTH = 1024
+"""Logits of a row that one launch takes."""
 MOST_CHOICES = 32
 """Choices of a row that one launch finds."""
 MOST_TOKENS = 128
@@ -26,7 +27,8 @@ MOST_TOKENS = 128
 
 def can_route(device: torch.device, dtype: torch.dtype, width: int, k: int) -> bool:
     """Whether route() is one launch for rows of that width."""
-    return k <= MOST_CHOICES and can_select(device, dtype, width, k)
+    fits = 1 <= k <= min(width, MOST_CHOICES) and width <= MOST_WIDTH
+    return fits and device.type == "cuda" and dtype in DTYPES and load_error() is None
 
 
 def can_route_linear(device: torch.device, dtype: torch.dtype, width: int, hidden: int, k: int) -> bool:

@@ -20,7 +20,7 @@ from server.engine.runtime.attention.base import AttentionBackend, AttentionOpti
 from server.engine.runtime.attention.graph_backend import DecodeForm
 from server.engine.runtime.layers import projection
 from server.engine.runtime.layers.decoder import DecoderLayer
-from server.engine.runtime.layers.experts import Experts, LogitsRouter, ModuleRouter, SigmoidRouter, read_router
+from server.engine.runtime.layers.experts import Experts, ModuleRouter, SigmoidRouter, SoftmaxRouter, read_router
 from server.engine.runtime.layers.norm import RmsNorm, read_rms_norm
 from server.engine.runtime.layers.parts import UnknownLayerError
 from server.engine.runtime.layers.rotary_functions import angle_step
@@ -273,9 +273,20 @@ def test_routers_are_told_apart() -> None:
     kinds = {
         family: read_router(_router(family)) for family in ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe")
     }
-    assert [kinds[family].normalised for family in ("qwen3_moe", "mixtral", "olmoe")] == [True, True, False]
-    assert type(kinds["gpt_oss"]) is LogitsRouter
+    softmax = [kinds[family] for family in ("qwen3_moe", "mixtral", "gpt_oss", "olmoe")]
+    assert [router.normalised for router in softmax if isinstance(router, SoftmaxRouter)] == [True, True, True, False]
     assert type(kinds["glm4_moe"]) is ModuleRouter
+
+
+@torch.inference_mode()
+def test_a_router_with_a_bias_takes_the_softmax_of_the_greatest_logits() -> None:
+    module = _router("gpt_oss")
+    module.get_parameter("bias").normal_()
+    x = torch.randn(50, 64)
+    _, expected, chosen = module(x)
+    weights, experts = read_router(module)(x)
+    assert torch.equal(experts.long(), chosen)
+    torch.testing.assert_close(weights, expected)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

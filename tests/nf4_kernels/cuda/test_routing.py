@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nf4_kernels.cuda import routing, top_k
-from nf4_kernels.cuda.routing import MOST_CHOICES, MOST_TOKENS, can_route, can_route_linear
-from nf4_kernels.cuda.top_k import MOST_WIDTH
+from nf4_kernels.cuda import routing
+from nf4_kernels.cuda.routing import MOST_CHOICES, MOST_TOKENS, MOST_WIDTH, can_route, can_route_linear
 from tests.nf4_kernels.cuda.cuda_weights import ON_GPU, gpu
 
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -117,7 +116,7 @@ def test_with_the_gemm(width: int, hidden: int, k: int, dtype: torch.dtype, devi
 
 def test_what_one_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a machine with a Hopper GPU and the compiled library.
-    monkeypatch.setattr(top_k, "load_error", lambda: None)
+    monkeypatch.setattr(routing, "load_error", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     cuda, bfloat16 = torch.device("cuda"), torch.bfloat16
     assert can_route(cuda, torch.float32, MOST_WIDTH, MOST_CHOICES)

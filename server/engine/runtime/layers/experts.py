@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from nf4_kernels.cuda.routing import route_linear
-from nf4_kernels.cuda.top_k import top_k
+from nf4_kernels.cuda.routing import route, route_linear
 from server.engine.runtime import exchange
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm
@@ -73,7 +72,10 @@ def _sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SoftmaxRouter:
-    """The top_k greatest of softmax(x @ weight.T), divided by their sum if normalised: one launch for few tokens."""
+    """The top_k greatest of softmax(x @ weight.T + bias), divided by their sum if normalised: one launch for few tokens.
+
+    Normalised they are the softmax of the greatest logits alone, as gpt-oss has it.
+    """
 
     weight: torch.Tensor
     """[experts, width], contiguous."""
@@ -81,27 +83,17 @@ class SoftmaxRouter:
     normalised: bool
     rounded: torch.dtype
     """The dtype to which weights are rounded."""
+    bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Router."""
+        if self.bias is not None:
+            logits = nn.functional.linear(x, self.weight, self.bias)
+            return route(logits, self.top_k, self.normalised, self.rounded)
         if x.dtype != self.weight.dtype:
             # Some classes keep the weight of their router in float32, and compute in it.
             return _route(x, self.weight, None, self.top_k, self.normalised)
         return route_linear(x, self.weight, self.top_k, self.normalised, self.rounded)
-
-
-@dataclass(frozen=True)
-class LogitsRouter:
-    """The top_k greatest of x @ weight.T + bias, and the softmax of these (gpt-oss)."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    top_k: int
-
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Router."""
-        values, experts = top_k(nn.functional.linear(x, self.weight, self.bias), self.top_k)
-        return torch.softmax(values, -1), experts
 
 
 @dataclass(frozen=True)
@@ -136,9 +128,9 @@ def _route(
     """Compute SigmoidRouter's result; without a bias SoftmaxRouter's, in float32."""
     if x.is_cuda:
         # Triton is not installed without CUDA.
-        from server.engine.runtime.layers.router_kernels import route
+        from server.engine.runtime.layers import router_kernels
 
-        return route(x, weight, bias, top_k, normalised, factor)
+        return router_kernels.route(x, weight, bias, top_k, normalised, factor)
     logits = nn.functional.linear(x.float(), weight.float())
     scores = logits.softmax(-1) if bias is None else logits.sigmoid()
     experts = (scores if bias is None else scores + bias).topk(top_k, sorted=False)[1]
@@ -189,11 +181,8 @@ def read_router(module: nn.Module, expert_bias: torch.Tensor | None = None) -> R
     weights, experts = own(x)
     if isinstance(correction, torch.Tensor) and bias is None:
         return _sigmoid_router(weight, correction, x, weights, experts) or own
-    # Without a bias, the softmax of the greatest logits is what normalised probabilities are.
-    candidates: list[Router] = [LogitsRouter(weight, bias, top_k)]
-    if bias is None:
-        candidates = [SoftmaxRouter(weight, top_k, normalised, weights.dtype) for normalised in (True, False)]
-    for candidate in candidates:
+    for normalised in (True, False):
+        candidate = SoftmaxRouter(weight, top_k, normalised, weights.dtype, bias)
         found, chosen = candidate(x)
         # Of equal logits another one may be chosen.
         same = float((chosen.long() == experts.long()).float().mean()) > 0.9

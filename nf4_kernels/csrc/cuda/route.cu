@@ -1,6 +1,6 @@
-// The k greatest of each row of up to 1024 values, in descending order, and a whole router of experts: softmax, selection and
-// the weights of the chosen ones. A warp has a row in registers and takes the greatest k times; torch's selection and sort
-// are two launches that cost several times as much, and its softmax and weights are one each.
+// A router of experts: softmax, selection of the k greatest of each row of up to 1024, and their weights. A warp has a row in
+// registers and takes the greatest k times; torch's selection and sort are two launches that cost several times as much, and its
+// softmax and weights are one each.
 #include <stdint.h>
 
 #include "device.cuh"
@@ -12,42 +12,6 @@ namespace {
 
 constexpr int kWarps = 4;  // rows of a thread block
 
-struct TopKArgs {
-  const void* x;  // [rows][width]
-  void* values;   // [rows][k]
-  int64_t* indices;
-  int64_t rows;
-  int width, k;
-};
-
-// Equal values come in the order of their indices. kPer: values of a lane, at lane, lane + 32, ...
-template <typename T, int kPer>
-__global__ void __launch_bounds__(kWarps * 32) top_k(const __grid_constant__ TopKArgs args) {
-#if __CUDA_ARCH__ >= 800
-  launch_dependents();
-  grid_dependency_wait();
-  int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  int lane = threadIdx.x % 32;
-  if (row >= args.rows) return;
-  const T* x = static_cast<const T*>(args.x) + row * args.width;
-  unsigned ranks[kPer];
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    int at = lane + i * 32;
-    // This is no __ldg, since the kernel in front may write x after this one has started.
-    ranks[i] = at < args.width ? rank_of(to_float(x[at])) : 0;
-  }
-  for (int j = 0; j < args.k; ++j) {
-    int found;
-    take_greatest(ranks, &found);
-    if (lane == 0) {
-      static_cast<T*>(args.values)[row * args.k + j] = x[found];
-      args.indices[row * args.k + j] = found;
-    }
-  }
-#endif
-}
-
 struct RouteArgs {
   const void* logits;  // [rows][width]
   Routes routes;
@@ -55,6 +19,7 @@ struct RouteArgs {
   int width;
 };
 
+// kPer: logits of a lane, at lane, lane + 32, ...
 template <typename T, int kPer>
 __global__ void __launch_bounds__(kWarps * 32) route(const __grid_constant__ RouteArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -75,8 +40,7 @@ __global__ void __launch_bounds__(kWarps * 32) route(const __grid_constant__ Rou
 }
 
 // Launches one warp for each row; from sm_90 on the launch may start before the one in front has ended.
-template <typename Args>
-cudaError_t launch(void (*kernel)(Args), const Args& args, cudaStream_t stream) {
+cudaError_t launch(void (*kernel)(RouteArgs), const RouteArgs& args, cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -90,14 +54,6 @@ cudaError_t launch(void (*kernel)(Args), const Args& args, cudaStream_t stream) 
 }
 
 template <typename T>
-cudaError_t launch_top_k(const TopKArgs& args, cudaStream_t stream) {
-  if (args.width <= 64) return launch(top_k<T, 2>, args, stream);
-  if (args.width <= 128) return launch(top_k<T, 4>, args, stream);
-  if (args.width <= 256) return launch(top_k<T, 8>, args, stream);
-  return launch(top_k<T, 32>, args, stream);
-}
-
-template <typename T>
 cudaError_t launch_route(const RouteArgs& args, cudaStream_t stream) {
   if (args.width <= 64) return launch(route<T, 2>, args, stream);
   if (args.width <= 128) return launch(route<T, 4>, args, stream);
@@ -107,17 +63,6 @@ cudaError_t launch_route(const RouteArgs& args, cudaStream_t stream) {
 
 }  // namespace
 }  // namespace nf4
-
-// values and indices [rows, k] of x [rows, width] of dtype, dense. Returns a cudaError_t, cudaErrorInvalidValue for a
-// width beyond 1024 or a k outside of 1 ... width.
-NF4_EXPORT int nf4_cuda_top_k(const void* x, void* values, int64_t* indices, int64_t rows, int32_t width, int32_t k,
-                              int32_t dtype, void* stream) {
-  if (width < 1 || width > 1024 || k < 1 || k > width || rows < 1 || rows > 1 << 30) return cudaErrorInvalidValue;
-  nf4::TopKArgs args{x, values, indices, rows, width, k};
-  cudaStream_t on = static_cast<cudaStream_t>(stream);
-  if (dtype == NF4_FLOAT32) return nf4::launch_top_k<float>(args, on);
-  return dtype == NF4_FLOAT16 ? nf4::launch_top_k<__half>(args, on) : nf4::launch_top_k<__nv_bfloat16>(args, on);
-}
 
 // weights and experts [rows, k]: the k greatest of each row of softmax(logits), for logits [rows, width] of dtype, dense. With
 // `normalised` a row's weights are divided by their sum; they are rounded to `rounded`. Returns a cudaError_t,
