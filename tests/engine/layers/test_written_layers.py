@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -246,27 +247,45 @@ def test_the_page_of_models_says_which_have_written_layers() -> None:
     assert mixtures == set(WRITTEN_MIXTURES)
 
 
-@pytest.mark.parametrize(("mlp", "differing", "fails"), [(False, 1, True), (True, 4, False), (True, 5, True)])
-def test_single_tokens_may_choose_other_experts(mlp: bool, differing: int, fails: bool) -> None:
+@pytest.mark.parametrize(
+    ("mlp", "differing", "fails"),
+    [
+        (False, [1, 0, 0, 0], True),
+        (True, [0, 0, 0, 0], False),
+        (True, [8, 4, 4, 0], False),
+        (True, [9, 0, 0, 0], True),
+        (True, [8, 8, 2, 0], True),
+    ],
+)
+def test_single_tokens_may_choose_other_experts(mlp: bool, differing: Sequence[int], fails: bool) -> None:
     """Rounding alone decides between experts that are nearly equal; without a mixture no token may differ."""
     x, expected = torch.randn(1, 17, 8), torch.randn(1, 17, 8)
+    comparisons = []
+    for index, count in enumerate(differing):
 
-    def written(_: torch.Tensor) -> torch.Tensor:
-        found = expected.clone()
-        found[:, :differing] *= 2
-        return found
+        def written(_: torch.Tensor, count: int = count) -> torch.Tensor:
+            found = expected.clone()
+            found[:, :count] *= 2
+            return found
 
-    written.mlp = Experts(lambda y: (y, y), nn.Identity()) if mlp else None
-    comparison = written_layers._Comparison(3, cast(DecoderLayer, written), torch.float32)
-    comparison.hook(nn.Identity(), (x,), {}, expected)
-    assert bool(comparison.wrong()) == fails
-    # In steps of one token, too, a layer without a mixture may not differ once.
-    written.mlp = None
-    alone = written_layers._Comparison(3, cast(DecoderLayer, written), torch.float32)
-    for index in range(7):
-        differing = int(index == 5)
-        alone.hook(nn.Identity(), (x,), {}, expected)
-    assert alone.wrong()
+        written.mlp = Experts(lambda y: (y, y), nn.Identity()) if mlp else None
+        comparison = written_layers._Comparison(index, cast(DecoderLayer, written), torch.float32)
+        comparison.hook(nn.Identity(), (x,), {}, expected)
+        comparisons.append(comparison)
+    with pytest.raises(ValueError, match="layer 0 by") if fails else nullcontext():
+        written_layers._check(comparisons)
+
+
+def test_logits_of_mixtures_are_compared_by_the_median_token() -> None:
+    steps = TrialSteps(paged_of("llama")[0])
+    expected = torch.randn(7, 64)
+    found = expected.clone()
+    found[:3] = torch.randn(3, 64)
+    assert steps.difference(found, expected, 1)
+    steps._is_mixture = True
+    assert steps.difference(found, expected, 1) is None
+    found[3] = torch.randn(64)
+    assert steps.difference(found, expected, 1)
 
 
 def test_routers_are_told_apart() -> None:
