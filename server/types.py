@@ -8,7 +8,7 @@ import msgspec
 
 LITERAL_CHARACTERS = "literal_characters"
 """A grammar's key, which llguidance leaves alone: what its literals have besides printable ASCII."""
-DEAD_END = "the grammar asks for a character that no tokens of this model make up"
+UNFOLLOWABLE = "the answer's grammar cannot be followed any further"
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -150,7 +150,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     stop_token_id: int | None = None
     """The EOS or stop token that ended the request, when finish_reason is "stop"."""
     error: str | None = None
-    """A one-line reason, when finish_reason is "error"; begins with DEAD_END if it is the request's own grammar."""
+    """A one-line reason, when finish_reason is "error"; begins with UNFOLLOWABLE if that is the request's own."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache."""
     logprobs: list[TokenLogprob] | None = None

@@ -18,13 +18,13 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from server.engine.grammar_tokenizer import grammar_tokenizer
 from server.engine.scheduling.errors import DataError
 from server.engine.scheduling.sequence import Constraint
-from server.types import DEAD_END, LITERAL_CHARACTERS
+from server.types import LITERAL_CHARACTERS
 
 CACHED_GRAMMARS = 256
 QUICK_S = 0.0005
 """For this many seconds masks are found one after another; the remaining ones of the step are found on several threads."""
-_DEAD_ENDS = "forced bytes: got", "NoExtensionBias"
-"""Parts of llguidance's messages where a single text can follow, which no tokens make up."""
+_UNFOLLOWABLE = "forced bytes: got", "NoExtensionBias", "lexer error", "oo many", "fuel", "limit"
+"""Parts of llguidance's messages where no tokens make up what has to follow, and where it takes more than the limits."""
 THREADED_STEPS = 15
 """After a step whose masks took longer, this many steps have all their masks found on several threads."""
 
@@ -33,8 +33,8 @@ class GrammarError(DataError):
     """The grammar cannot be used, or the sequence left it; the message is one line."""
 
 
-class DeadEndError(GrammarError):
-    """What the grammar has next begins with a byte that no token has, as it may after some of the texts that match it."""
+class UnfollowableError(GrammarError):
+    """What follows a text in the grammar begins with a byte that no token has, or takes more than llguidance's limits."""
 
 
 class GrammarState:
@@ -163,7 +163,7 @@ def check(matcher: LLMatcher) -> None:
     """Raise GrammarError where a matcher can go no further."""
     if matcher.is_error():
         message = _line(matcher.get_error())
-        raise (DeadEndError if any(sign in message for sign in _DEAD_ENDS) else GrammarError)(message)
+        raise (UnfollowableError if any(part in message for part in _UNFOLLOWABLE) else GrammarError)(message)
 
 
 @functools.cache
@@ -213,9 +213,9 @@ class Grammars:
         literals = [part.get(LITERAL_CHARACTERS, "") for part in json.loads(grammar)["grammars"]]
         for character in "".join([*literals, forced.decode(errors="ignore")]):
             if not self._token_bytes.issuperset(character.encode()):
-                raise GrammarError(f"{DEAD_END}: {character!a} (U+{ord(character):04X})")
+                raise GrammarError(f"no tokens of this model make up {character!a} (U+{ord(character):04X})")
         if not self._token_bytes.issuperset(forced):
-            raise GrammarError(f"{DEAD_END}, which begins with {forced!r}")
+            raise GrammarError(f"no tokens of this model make up its first bytes, {forced!r}")
         # A grammar may compile and have no text at all: definitions that only name each other, for one.
         matcher.compute_bitmask()
         if matcher.is_error():

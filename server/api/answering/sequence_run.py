@@ -15,7 +15,7 @@ from server.observability.metrics import Metrics
 from server.observability.timeline import RequestTimeline, timelines
 from server.text.answer import Part
 from server.text.output import OutputText
-from server.types import DEAD_END, GenerateRequest, RequestOutput, TokenLogprob
+from server.types import UNFOLLOWABLE, GenerateRequest, RequestOutput, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +141,8 @@ class SequenceRun:
 
     def _advance(self, output: RequestOutput) -> Delta | None:
         """The delta of one output; None when there is nothing to say yet."""
-        if output.finish_reason == "error" and (output.error or "").startswith(DEAD_END):
-            raise bad_request(f"The answer cannot go on: {output.error}.", None, "invalid_grammar")
+        if output.finish_reason == "error" and (output.error or "").startswith(UNFOLLOWABLE):
+            raise bad_request(f"The engine could not finish this request: {output.error}.", None, "invalid_grammar")
         if output.finish_reason == "error":
             raise engine_failed(f"The engine could not finish this request: {output.error or 'no reason given'}.")
         if output.finish_reason == "abort" and self._expired.is_set():

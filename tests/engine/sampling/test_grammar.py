@@ -18,7 +18,7 @@ from server.engine.runtime.sampling.sampler import Sampler
 from server.engine.scheduling.sequence import Constraint, Sequence
 from server.text.grammars.grammar import choice_grammar, json_grammar, regex_grammar, text_grammar
 from server.text.tokenizer import Tokenizer
-from server.types import DEAD_END, GenerateRequest, SamplingParams
+from server.types import UNFOLLOWABLE, GenerateRequest, SamplingParams
 from tests.engine.factories import sample
 
 VOCABULARY, END = 49152, 2
@@ -213,9 +213,9 @@ LACKING, LACKING_CONTROL = "\U00063988", "\x04"
     ],
 )
 def test_literals_that_no_tokens_make_up_are_named(grammars: Grammars, grammar: str) -> None:
-    with pytest.raises(GrammarError, match=r"make up: '\\(U00063988|x04)' \(U\+(63988|0004)\)"):
+    with pytest.raises(GrammarError, match=r"make up '\\(U00063988|x04)' \(U\+(63988|0004)\)"):
         grammars.start(grammar).matcher()
-    with pytest.raises(GrammarError, match=rf"{DEAD_END}, which begins with b'a\\xf1'"):
+    with pytest.raises(GrammarError, match=r"make up its first bytes, b'a\\xf1'"):
         grammars.start(regex_grammar("a[\U00050000-\U00060000]b")).matcher()
 
 
@@ -233,7 +233,11 @@ def test_characters_that_no_tokens_make_up_among_others(grammars: Grammars) -> N
     for lacking in (LACKING, r"\x04"):
         found = {written(grammars, regex_grammar(f"(x|a{lacking})b"), seed) for seed in range(8)} - {"xb"}
         assert found
-        assert all(reason.startswith(DEAD_END) for reason in found), found
+        assert all(reason.startswith(UNFOLLOWABLE) for reason in found), found
+
+
+def test_a_grammar_beyond_the_limits(grammars: Grammars) -> None:
+    assert written(grammars, regex_grammar("[ab]" + "(a{1000}){1000}")).startswith(UNFOLLOWABLE)
 
 
 def written(grammars: Grammars, grammar: str, seed: int = 0) -> str:

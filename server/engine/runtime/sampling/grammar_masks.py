@@ -7,10 +7,10 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from server.engine.grammar import DeadEndError, GrammarError, MaskFiller
+from server.engine.grammar import GrammarError, MaskFiller, UnfollowableError
 from server.engine.runtime.trials import first_line
 from server.engine.scheduling.sequence import Sequence
-from server.types import DEAD_END
+from server.types import UNFOLLOWABLE
 
 
 class MaskBuffer:
@@ -49,7 +49,8 @@ class MaskBuffer:
 
 def _reason(error: GrammarError) -> str:
     reason = first_line(error)
-    return f"{DEAD_END} ({reason})" if isinstance(error, DeadEndError) else f"the model failed: GrammarError: {reason}"
+    own = isinstance(error, UnfollowableError)
+    return f"{UNFOLLOWABLE}: {reason}" if own else f"the model failed: GrammarError: {reason}"
 
 
 def permitted_by_masks(masks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
