@@ -210,7 +210,7 @@ class Step:
     def schedule_drafts(self, drafts: Drafts) -> None:
         """Give these draft tokens, and no others, to the chunks of a step in which each is one token and samples."""
         found = [(chunk, drafts.get(chunk.sequence.request_id, ())) for chunk in self.chunks]
-        self.chunks = [Chunk(chunk.sequence, chunk.start, 1 + len(own), True, own) for chunk, own in found]
+        self.chunks = [msgspec.structs.replace(chunk, length=1 + len(own), draft_tokens=own) for chunk, own in found]
         self.put_single_first()
 
     def leave_out_drafts(self) -> None:

@@ -112,3 +112,35 @@ def test_memory_for_states_has_room_for_a_second_one() -> None:
     plain = CONFIG.model_copy(update={"speculation": "off", "enable_prefix_caching": False})
     speculating = CONFIG.model_copy(update={"enable_prefix_caching": False})
     assert [state_slots(100, 1.0, 1000, 0, config, 50).sequences for config in (plain, speculating)] == [10, 5]
+
+
+def test_a_step_with_draft_tokens_may_begin_with_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sequence that was preempted, all of whose tokens but the newest another one had in its prompt."""
+    engine = engine_of("qwen3_5_text")
+    first = make_request([5, 9, 3, 7, 4, 8, 6], max_tokens=30, ignore_eos=True)
+    expected = tokens(run_together(engine, first)[first.request_id])
+    # Its prompt's last snapshot is at 24 tokens.
+    run_together(engine, make_request([*first.prompt_token_ids, *expected[:17], 1, 2, 1, 2, 1], max_tokens=1))
+    speculator = engine._speculator
+    assert speculator is not None
+    monkeypatch.setattr(speculator, "plan", lambda _: {})
+    again = make_request(first.prompt_token_ids, max_tokens=30, ignore_eos=True)
+    other = make_request([3, 8, 3], max_tokens=100, ignore_eos=True)
+    engine.add(again)
+    engine.add(other)
+    found: list[int] = []
+    while len(found) < 18:
+        found += [
+            token
+            for output in engine.step().outputs
+            for token in output.new_token_ids
+            if output.request_id == again.request_id
+        ]
+    engine._scheduler._preempt(engine._scheduler._running.all[0])
+    # The sequence gets the other one's row, whose state is the other one's.
+    engine.abort([other.request_id])
+    monkeypatch.setattr(speculator, "plan", lambda _: {again.request_id: expected[18:21]})
+    for output in engine.step().outputs:
+        assert output.error is None
+        found += output.new_token_ids
+    assert found == expected[:22]
