@@ -22,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -181,7 +180,6 @@ def _prompt(index: int, length: int) -> list[int]:
 def _measure_engine(folder: Path, threads: int) -> dict[str, float]:
     from server.config import EngineConfig
     from server.engine.core import Engine
-    from server.engine.runtime.attention.host_zeros import PAGES_THREAD
     from server.engine.start import load_runner
     from server.types import GenerateRequest, SamplingParams
 
@@ -202,10 +200,6 @@ def _measure_engine(folder: Path, threads: int) -> dict[str, float]:
             (prefill if stats.step_prefill_tokens else decode).append(time.perf_counter() - started)
         return prefill, decode
 
-    # For some seconds after a start a thread still touches the cache's memory.
-    for thread in threading.enumerate():
-        if thread.name == PAGES_THREAD:
-            thread.join()
     run(1, PREFILL, 4)
     return {
         "decode 1": 1 / statistics.median(run(1, PROMPT, TOKENS)[1]),

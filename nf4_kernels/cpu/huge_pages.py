@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,19 +32,23 @@ def zero_bytes(size: int) -> Tensor:
 
 
 class HugePages:
-    """Copies tensors side by side into huge pages, which live as long as one of the copies does."""
+    """Tensors side by side in huge pages, which live as long as one of the tensors does."""
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of a tensor on the CPU, aligned to 64 bytes; the tensor itself where there is no memory."""
-        size = tensor.numel() * tensor.element_size()
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor of zeros on the CPU, aligned to 64 bytes. OSError where there is no memory."""
+        size = math.prod(shape) * dtype.itemsize
         padded = -(-size // _ALIGNMENT) * _ALIGNMENT
         if padded > self._free.numel():
-            try:
-                self._free = zero_bytes(max(padded, _CHUNK))
-            except OSError:
-                return tensor
+            self._free = zero_bytes(max(padded, _CHUNK))
         taken, self._free = self._free[:size], self._free[padded:]
-        return taken.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return taken.view(dtype).view(tuple(shape))
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of a tensor on the CPU, aligned to 64 bytes; the tensor itself where there is no memory."""
+        try:
+            return self.zeros(tensor.shape, tensor.dtype).copy_(tensor)
+        except OSError:
+            return tensor

@@ -40,6 +40,18 @@ def test_copies_outlive_their_pages_object() -> None:
     assert torch.equal(copy, torch.arange(1 << 20))
 
 
+def test_small_tensors_share_huge_pages() -> None:
+    """A small KV cache takes little more than its bytes, however many layers it is for."""
+    pages = HugePages()
+    tensors = [pages.zeros((16, 16, 3, 64), torch.float32) for _ in range(60)]
+    for value, tensor in enumerate(tensors, 1):
+        assert not tensor.any()
+        tensor.fill_(value)
+    assert all((tensor == value).all() for value, tensor in enumerate(tensors, 1))
+    ends = [tensor.data_ptr() + offset for tensor in tensors for offset in (0, tensor.nbytes - 1)]
+    assert len({end // HUGE_PAGE for end in ends}) <= sum(tensor.nbytes for tensor in tensors) // HUGE_PAGE + 2
+
+
 def test_zeros() -> None:
     for size in (0, 1, 4096, HUGE_PAGE + 1):
         zeros = zero_bytes(size)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from nf4_kernels.cpu.huge_pages import HugePages
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
-from server.engine.runtime.attention.host_zeros import host_zeros
 from server.engine.runtime.attention.latent import LatentHeads
 from server.engine.runtime.attention.whole_images import ImageQueries, attend_again, image_queries, masked_attention
 from server.engine.runtime.batch import Batch, Span
@@ -40,7 +40,8 @@ class SdpaBackend(AttentionBackend):
             for dim in ([shape.key_dim] if shape.is_latent else [shape.key_dim, shape.value_dim])
         ]
         if device.type == "cpu":
-            cache = iter(host_zeros(sizes, dtype))
+            pages = HugePages()
+            cache = iter([pages.zeros(size, dtype) for size in sizes])
         else:
             cache = iter([torch.zeros(size, dtype=dtype, device=device) for size in sizes])
         self._keys, self._values = [], []
