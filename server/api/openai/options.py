@@ -38,6 +38,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tfs_z": (1, 1.0),
     "dynatemp_range": (0, 0.0),
     "repeat_last_n": (-1,),
+    "dry_multiplier": (0, 0.0),
+    "xtc_probability": (0, 0.0),
+    "top_n_sigma": (-1, -1.0),
+    "do_sample": (True,),
+    "stop_regex": (),
+    "custom_logit_processor": (),
+    # llama.cpp's and LoRAX's ways to ask for an adapter.
+    "lora": ([],),
+    "adapter_id": (),
     "template": (),
     "kv_transfer_params": (),
     # SGLang's router writes these into every request.

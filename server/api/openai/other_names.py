@@ -58,6 +58,9 @@ OTHER_NAMES: dict[str, tuple[str, Value]] = {
     "max_new_tokens": ("max_tokens", _same),
     "json_schema": ("guided_json", _same),
     "grammar": ("guided_grammar", _same),
+    "regex": ("guided_regex", _same),
+    "ebnf": ("guided_grammar", _same),
+    "min_new_tokens": ("min_tokens", _same),
     "format": ("guided_json", _form),
 }
 """Options of chats and texts: the other name, ours, and what its value means."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -126,6 +127,8 @@ def form_grammar(form: tuple[str, Any, str]) -> str:
     try:
         match kind:
             case "json":
+                if isinstance(value, str):  # as vLLM's and SGLang's clients may send it
+                    value = json.loads(value)
                 if not isinstance(value, dict | bool):
                     raise ValueError("a JSON schema is an object or a boolean")
                 grammar = grammars.json_grammar(value)

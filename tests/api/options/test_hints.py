@@ -157,6 +157,11 @@ def test_names_of_other_servers(long_context: httpx.Client) -> None:
     assert ask(max_tokens=40, format={"enum": ["yes"]}).json()["choices"][0]["message"]["content"] == '"yes"'
     grammar = ask(max_tokens=40, grammar='root ::= "no"').json()["choices"][0]["message"]["content"]
     assert grammar == "no"
+    for form in ({"regex": "no"}, {"ebnf": 'root ::= "no"'}):
+        assert ask(max_tokens=40, **form).json()["choices"][0]["message"]["content"] == "no"
+    text = ask(max_tokens=40, json_schema='{"enum": ["no"]}').json()["choices"][0]["message"]["content"]
+    assert text == '"no"'
+    assert ask(max_tokens=3, min_new_tokens=4).json()["error"]["param"] == "min_new_tokens"
     for effort in ({"think": True}, {"enable_thinking": True}, {"thinking": {"type": "enabled"}}):
         assert named(ask(max_tokens=1, **effort)) == list(effort)
     assert named(ask(max_tokens=1, reasoning={"effort": "low"})) == ["reasoning"]
@@ -167,6 +172,10 @@ def test_names_of_other_servers(long_context: httpx.Client) -> None:
         ({"repeat_penalty": "high"}, "repeat_penalty"),
         ({"repeat_last_n": 64}, "repeat_last_n"),
         ({"mirostat": 2}, "mirostat"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"lora": [{"id": 0, "scale": 1.0}]}, "lora"),
+        ({"do_sample": False}, "do_sample"),
+        ({"json_schema": "{"}, "json_schema"),
         ({"thinking": {"type": "deep"}}, "thinking"),
     ):
         answer = ask(**wrong)
