@@ -52,7 +52,8 @@ def chunks(p: GatedDelta, at: Layout) -> torch.Tensor:
 
 def _advance(p: GatedDelta, piece: Piece) -> torch.Tensor:
     """The rule's outputs [T, Hv, dv] for a piece's rows."""
-    from server.engine.runtime.layers.stateful.delta_kernels import convolve, load_states, shift, store_states
+    from server.engine.runtime.layers.stateful.delta_kernels import convolve
+    from server.engine.runtime.layers.stateful.state_kernels import load_states, shift, store_states
 
     given = convolve(p, piece)
     shift(p.qkv, p.conv_state, piece)

@@ -1,4 +1,4 @@
-"""Launches around the gated delta rule in chunks of prompts: convolution and gates, states in and out, the gated norm."""
+"""Launches around the gated delta rule in chunks of prompts: convolution and gates before it, the gated norm after it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from nf4_kernels.gated_delta_params import GatedDelta
 from server.engine.runtime.layers.stateful.delta_layout import CHUNK, Piece
+from server.engine.runtime.layers.stateful.state_kernels import softplus, taps_of
 
-_STATE_BLOCK = 4096
-_CHANNELS = 256
 _NORM_ROWS = 16
 
 
@@ -46,28 +45,6 @@ def convolve(p: GatedDelta, piece: Piece) -> Convolved:
     return out
 
 
-def shift(x: torch.Tensor, conv_state: torch.Tensor, piece: Piece) -> None:
-    """Move the latest inputs of each sequence of a piece, of x [T, C], into its slot of conv_state [slots, C, K - 1]."""
-    channels = x.shape[1]
-    _shift[(len(piece.slots), triton.cdiv(channels, _CHANNELS))](
-        *(x, conv_state, piece.bounds, piece.slots, piece.has_state),
-        *(x.stride(0), conv_state.stride(0), channels, conv_state.shape[2] + 1, _CHANNELS),
-        num_warps=4,
-    )
-
-
-def load_states(pool: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The states float32 [S, heads, ...] of a pool [slots, heads, ...] with which a piece's sequences begin."""
-    states = torch.empty(len(piece.slots), *pool.shape[1:], dtype=torch.float32, device=pool.device)
-    _move_states(pool, piece, states, False)
-    return states
-
-
-def store_states(pool: torch.Tensor, piece: Piece, states: torch.Tensor) -> None:
-    """Write the states of a piece's sequences to their slots."""
-    _move_states(pool, piece, states, True)
-
-
 def normalise(p: GatedDelta, o: torch.Tensor, out: torch.Tensor) -> None:
     """Write norm_weight * norm(o) * silu(z) to out [T, Hv dv], whose rows are contiguous, for o [T, Hv, dv]."""
     rows = o.shape[0] * p.num_value_heads
@@ -75,14 +52,6 @@ def normalise(p: GatedDelta, o: torch.Tensor, out: torch.Tensor) -> None:
         *(o, p.z, p.norm_weight, out, p.z.stride(0), p.eps, rows, p.num_value_heads, p.value_dim),
         *(_NORM_ROWS, triton.next_power_of_2(p.value_dim)),
         num_warps=4,
-    )
-
-
-def _move_states(pool: torch.Tensor, piece: Piece, states: torch.Tensor, stores: bool) -> None:
-    elements = states[0].numel()
-    _move[(len(piece.slots), triton.cdiv(elements, _STATE_BLOCK))](
-        *(pool, states, piece.slots, piece.has_state, pool.stride(0), elements, stores, _STATE_BLOCK),
-        num_warps=8,
     )
 
 
@@ -133,30 +102,28 @@ def _convolve(  # type: ignore[no-untyped-def]
     column = tl.arange(0, width)
     channel = begin + column
     in_head = column < dim
-    total = tl.zeros((chunk, width), tl.float32)
-    for tap in tl.static_range(taps):
-        source = token - (taps - 1) + tap
-        weight = tl.load(conv_weight + channel * taps + tap, mask=in_head, other=0.0).to(tl.float32)
-        new = tl.load(
-            qkv + (first + source)[:, None] * qkv_stride + channel[None, :],
-            mask=(inside & (source >= 0))[:, None] & in_head[None, :],
-            other=0.0,
-        )
-        old = tl.load(
-            conv_state + slot * slot_stride + channel[None, :] * (taps - 1) + (taps - 1 + source)[:, None],
-            mask=(inside & (source < 0) & continues)[:, None] & in_head[None, :],
-            other=0.0,
-        )
-        total += (new.to(tl.float32) + old.to(tl.float32)) * weight[None, :]
+    total = taps_of(
+        qkv,
+        conv_weight,
+        conv_state,
+        first,
+        token,
+        inside,
+        slot,
+        continues,
+        channel,
+        in_head,
+        qkv_stride,
+        slot_stride,
+        taps,
+    )
     mixed = (total / (1.0 + tl.exp(-total))).to(q.dtype.element_ty)
     mask = inside[:, None] & in_head[None, :]
     if of_values:
         value_head = head - 2 * key_heads
         tl.store(v + (row[:, None] * value_heads + value_head) * value_dim + column[None, :], mixed, mask=mask)
         rate = tl.load(a + row * a_stride + value_head, mask=inside, other=0.0).to(tl.float32)
-        rate += tl.load(dt_bias + value_head)
-        # As torch's softplus.
-        rate = tl.where(rate > 20.0, rate, tl.log(1.0 + tl.exp(tl.minimum(rate, 20.0))))
+        rate = softplus(rate + tl.load(dt_bias + value_head))
         gate = tl.load(b + row * b_stride + value_head, mask=inside, other=0.0).to(tl.float32)
         place = row * value_heads + value_head
         tl.store(log_decay + place, -tl.exp(tl.load(a_log + value_head)) * rate, mask=inside)
@@ -168,55 +135,6 @@ def _convolve(  # type: ignore[no-untyped-def]
             tl.store(q + (row[:, None] * key_heads + head) * key_dim + column[None, :], unit, mask=mask)
         else:
             tl.store(k + (row[:, None] * key_heads + head - key_heads) * key_dim + column[None, :], unit, mask=mask)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _shift(  # type: ignore[no-untyped-def]
-    qkv,
-    conv_state,
-    bounds,
-    slots,
-    has_state,
-    qkv_stride,
-    slot_stride,
-    channels,
-    taps: tl.constexpr,
-    block: tl.constexpr,
-):
-    """One sequence's latest inputs of some channels."""
-    sequence = tl.program_id(0)
-    first = tl.load(bounds + sequence)
-    tokens = tl.load(bounds + sequence + 1) - first
-    slot = tl.load(slots + sequence).to(tl.int64)
-    channel = tl.program_id(1) * block + tl.arange(0, block)
-    inside = (channel < channels) & (slot >= 0) & (tokens > 0)
-    continues = tl.load(has_state + sequence) != 0
-    state = conv_state + slot * slot_stride + channel * (taps - 1)
-    # Old inputs move towards the front, so each is read before its place is written.
-    for place in tl.static_range(taps - 1):
-        source = tokens - (taps - 1) + place
-        new = tl.load(qkv + (first + source) * qkv_stride + channel, mask=inside & (source >= 0), other=0.0)
-        old = tl.load(state + taps - 1 + source, mask=inside & (source < 0) & continues, other=0.0)
-        tl.store(state + place, tl.where(source < 0, old, new), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _move(  # type: ignore[no-untyped-def]
-    pool, states, slots, has_state, slot_stride, elements, stores: tl.constexpr, block: tl.constexpr
-):
-    """Some elements of one sequence's state, from its slot or to it."""
-    sequence = tl.program_id(0)
-    slot = tl.load(slots + sequence).to(tl.int64)
-    place = tl.program_id(1) * block + tl.arange(0, block)
-    inside = place < elements
-    in_pool = pool + slot * slot_stride + place
-    in_states = states + sequence.to(tl.int64) * elements + place
-    if stores:
-        state = tl.load(in_states, mask=inside, other=0.0)
-        tl.store(in_pool, state.to(pool.dtype.element_ty), mask=inside & (slot >= 0))
-    else:
-        continues = (slot >= 0) & (tl.load(has_state + sequence) != 0)
-        tl.store(in_states, tl.load(in_pool, mask=inside & continues, other=0.0).to(tl.float32), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -43,8 +43,8 @@ def chunks(p: Mamba2, at: Layout) -> torch.Tensor:
 
 
 def _advance(p: Mamba2, piece: Piece, out: torch.Tensor, chunk: int, by_fla: bool) -> None:
-    from server.engine.runtime.layers.stateful.delta_kernels import shift
     from server.engine.runtime.layers.stateful.mamba2_kernels import advance, convolve, normalise
+    from server.engine.runtime.layers.stateful.state_kernels import shift
 
     mixed = convolve(p, piece, chunk)
     shift(p.xbc, p.conv_state, piece)
@@ -53,7 +53,7 @@ def _advance(p: Mamba2, piece: Piece, out: torch.Tensor, chunk: int, by_fla: boo
 
 def _by_fla(p: Mamba2, piece: Piece, mixed: torch.Tensor) -> torch.Tensor:
     """The outputs [T, H, P] for a piece's convolved rows [T, C], without d x's rounding to mixed's dtype."""
-    from server.engine.runtime.layers.stateful.delta_kernels import load_states, store_states
+    from server.engine.runtime.layers.stateful.state_kernels import load_states, store_states
 
     keys = p.groups * p.state_dim
     x, b, c = mixed.split([p.width, keys, keys], -1)

@@ -8,6 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from nf4_kernels.mamba2_params import Mamba2
 from server.engine.runtime.layers.stateful.delta_layout import Piece
+from server.engine.runtime.layers.stateful.state_kernels import softplus, taps_of
 
 _CHANNELS = 64
 _COLUMNS = 64
@@ -84,21 +85,9 @@ def _convolve(  # type: ignore[no-untyped-def]
     continues = (slot >= 0) & (tl.load(has_state + sequence) != 0)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     known = channel < channels
-    total = tl.zeros((chunk, block), tl.float32)
-    for tap in tl.static_range(taps):
-        source = token - (taps - 1) + tap
-        new = tl.load(
-            xbc + (first + source)[:, None] * xbc_stride + channel[None, :],
-            mask=(inside & (source >= 0))[:, None] & known[None, :],
-            other=0.0,
-        )
-        old = tl.load(
-            conv_state + slot * slot_stride + channel[None, :] * (taps - 1) + (taps - 1 + source)[:, None],
-            mask=(inside & (source < 0) & continues)[:, None] & known[None, :],
-            other=0.0,
-        )
-        scale = tl.load(weight + channel * taps + tap, mask=known, other=0.0)
-        total += (new.to(tl.float32) + old.to(tl.float32)) * scale[None, :]
+    total = taps_of(
+        xbc, weight, conv_state, first, token, inside, slot, continues, channel, known, xbc_stride, slot_stride, taps
+    )
     if has_bias:
         total += tl.load(bias + channel, mask=known, other=0.0)[None, :]
     result = (total / (1.0 + tl.exp(-total))).to(mixed.dtype.element_ty)
@@ -148,9 +137,7 @@ def _advance(  # type: ignore[no-untyped-def]
     key = width + head // (heads // groups) * state_dim + row
     for token in range(tokens):
         of_token = mixed + (first + token) * (width + 2 * groups * state_dim)
-        rate = tl.load(dt + (first + token) * dt_stride + head).to(tl.float32) + bias
-        # As torch's softplus.
-        rate = tl.where(rate > 20.0, rate, tl.log(1.0 + tl.exp(tl.minimum(rate, 20.0))))
+        rate = softplus(tl.load(dt + (first + token) * dt_stride + head).to(tl.float32) + bias)
         rate = tl.minimum(tl.maximum(rate, dt_min), dt_max)
         x = tl.load(of_token + head * head_dim + column, mask=in_head, other=0.0).to(tl.float32)
         b = tl.load(of_token + key, mask=in_rows, other=0.0).to(tl.float32)
