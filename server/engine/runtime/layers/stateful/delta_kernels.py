@@ -40,7 +40,8 @@ def convolve(p: GatedDelta, piece: Piece) -> Convolved:
         *(p.qkv.stride(0), p.a.stride(0), p.b.stride(0), p.conv_state.stride(0)),
         *(p.num_key_heads, p.num_value_heads, p.key_dim, p.value_dim, p.conv_weight.shape[1]),
         *(CHUNK, triton.next_power_of_2(width)),
-        num_warps=4,
+        # With four, registers of a head of 128 spill.
+        num_warps=8,
     )
     return out
 

@@ -77,12 +77,18 @@ def taps_of(  # type: ignore[no-untyped-def]
             mask=(inside & (source >= 0))[:, None] & known[None, :],
             other=0.0,
         )
-        old = tl.load(
-            conv_state + slot * slot_stride + channel[None, :] * (taps - 1) + (taps - 1 + source)[:, None],
-            mask=(inside & (source < 0) & continues)[:, None] & known[None, :],
-            other=0.0,
-        )
-        total += (new.to(tl.float32) + old.to(tl.float32)) * weight[None, :]
+        total += new.to(tl.float32) * weight[None, :]
+    # Only the first tokens of a sequence reach back to the slot, and other blocks need no loads for it.
+    if continues & (tl.min(token, 0) < taps - 1):
+        for tap in tl.static_range(taps - 1):
+            source = token - (taps - 1) + tap
+            weight = tl.load(conv_weight + channel * taps + tap, mask=known, other=0.0).to(tl.float32)
+            old = tl.load(
+                conv_state + slot * slot_stride + channel[None, :] * (taps - 1) + (taps - 1 + source)[:, None],
+                mask=(inside & (source < 0))[:, None] & known[None, :],
+                other=0.0,
+            )
+            total += old.to(tl.float32) * weight[None, :]
     return total
 
 
