@@ -18,6 +18,8 @@ Project = Callable[[torch.Tensor], torch.Tensor]
 
 _MAX_EXPANDED = 2**26
 """Numbers of keys and values that are expanded at a time."""
+_MAX_TOKENS = 48
+"""Tokens up to which a launch of ours on CUDA multiplies by heads' matrices; for more torch.bmm() is faster."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,10 @@ class DenseHeads(LatentHeads):
         """See LatentHeads."""
         plain, rank = self.sizes.plain, self.sizes.rank
         rotary = query.shape[2] - plain
+        if _is_small(query):
+            from server.engine.runtime.attention.kernels.head_matrices import multiply_heads
+
+            return multiply_heads(query, self._key, rotary)
         out = query.new_empty(*query.shape[:2], rank + rotary)
         torch.bmm(query[..., :plain].transpose(0, 1), self._key, out=out[..., :rank].transpose(0, 1))
         out[..., rank:] = query[..., plain:]
@@ -95,6 +101,15 @@ class DenseHeads(LatentHeads):
 
     def values_of(self, sums: torch.Tensor) -> torch.Tensor:
         """See LatentHeads."""
+        if _is_small(sums):
+            from server.engine.runtime.attention.kernels.head_matrices import multiply_heads
+
+            return multiply_heads(sums, self._value)
         out = sums.new_empty(*sums.shape[:2], self.sizes.width)
         torch.bmm(sums.transpose(0, 1), self._value, out=out.transpose(0, 1))
         return out
+
+
+def _is_small(x: torch.Tensor) -> bool:
+    """Whether a launch of ours multiplies x; Triton is not installed without CUDA."""
+    return x.is_cuda and x.shape[0] <= _MAX_TOKENS and x.dtype in (torch.bfloat16, torch.float16)
