@@ -52,6 +52,8 @@ class Mixture:
 
 MODELS = {
     "Qwen3-30B-A3B": Mixture(128, 8, 2048, 768),
+    "GLM-4.7-Flash": Mixture(64, 4, 2048, 1536),
+    "Gemma-4-26B-A4B": Mixture(128, 8, 2816, 704, "gelu_tanh"),
     "gpt-oss-20b": Mixture(32, 4, 2880, 2880, "swiglu_oai", biased=True),
     "Mixtral-8x7B": Mixture(8, 2, 4096, 14336),
 }

@@ -17,7 +17,7 @@ MOE_INSTANCES = (
 # The same for devices whose blocks have 99 KB of shared memory.
 MOE_SMALL_INSTANCES = ((8, 1, 1, 1), (8, 1, 2, 1), (4, 1, 2, 2))
 # Those that copy weights in boxes where they can, on Hopper.
-MOE_BOXED = ((16, 1, 4, 1), (16, 2, 4, 1))
+MOE_BOXED = ((16, 1, 4, 1), (16, 2, 3, 1), (16, 2, 4, 1))
 MOST_UNSORTED = 1024
 """Choices that thread blocks group themselves."""
 _SMALL_SHARED_BYTES = 99 << 10

@@ -64,6 +64,11 @@ def test_plan_of_few_and_many_tokens() -> None:
     assert not copies_boxes(boxed, 2048, 90, 128)
     assert not copies_boxes(boxed, 1024, 90, 64)
     assert isinstance(other, MoeWgmma)
+    # Down of GLM-4.7-Flash and of Qwen3-235B-A22B.
+    for top_k, experts, n in ((4, 64, 2048), (8, 128, 4096)):
+        long = plan_moe(8, top_k, experts, n, 1536, 90, 132, routed=True)
+        assert isinstance(long, MoeRows)
+        assert copies_boxes(long, 1536, 90, 64)
     # One token: none with K = 2048, where the plan has another form.
     two, four = (plan_moe(1, 8, 128, 1536, k, 90, 132, gated=True) for k in (2048, 4096))
     assert isinstance(two, MoeRows)

@@ -32,6 +32,7 @@
   NF4_INSTANCE(16, 1, 2)
 // NF4_INSTANCE(consumer warps, teams, k blocks of a warp, token tiles): those whose weights are copied in boxes, on Hopper.
 #define NF4_MOE_BOXED_ROWS  \
+  NF4_INSTANCE(16, 2, 3, 1) \
   NF4_INSTANCE(16, 1, 4, 1) \
   NF4_INSTANCE(16, 2, 4, 1)
 
