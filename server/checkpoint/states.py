@@ -54,17 +54,15 @@ def attends(kind: str) -> bool:
     return kind == _BOTH or kind not in (*STATE_KINDS, *FEED_FORWARD_KINDS)
 
 
-def check_hybrid(folder: Path, config: Any, engine: EngineConfig, device: str) -> None:
+def check_hybrid(folder: Path, config: Any, engine: EngineConfig) -> None:
     """Raise CheckpointError for what the engine's options ask of a hybrid model and layers with states do not do.
 
-    config: the configuration of the model in folder. device: the type of the one that it is to run on.
+    config: the configuration of the model in folder.
     """
     if not has_states(config):
         return
     asked = {
         f"engine.speculation {engine.speculation}": engine.speculation not in ("off", "lookup"),
-        # There steps with draft tokens would run without CUDA graphs.
-        f"engine.speculation {engine.speculation} on a GPU": engine.speculation == "lookup" and device == "cuda",
         "engine.batch_invariant": engine.batch_invariant,
     }
     for what, is_asked in asked.items():

@@ -44,7 +44,7 @@ def load_runner(
     """
     device, dtype = resolve_device(config)
     for chosen in (folder, *([Path(config.draft_model)] if config.draft_model else ())):
-        check_hybrid(chosen, read_config(chosen), config, device.type)
+        check_hybrid(chosen, read_config(chosen), config)
     if device.type == "cpu":
         torch.set_num_threads(max(1, usable_threads(config) // (membership.count if membership else 1)))
     ranks, rank = (membership.count, membership.rank) if membership else (1, 0)

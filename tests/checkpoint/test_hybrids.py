@@ -20,7 +20,7 @@ from server.checkpoint.base import CheckpointError
 from server.checkpoint.dummy import dummy_model
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.loading import load_model
-from server.checkpoint.states import STATE_TYPES, check_hybrid
+from server.checkpoint.states import STATE_TYPES
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
@@ -228,13 +228,6 @@ def test_random_weights_have_the_buffers_that_a_model_sets_for_its_layers(tmp_pa
     buffers = {name: value for name, value in whole.named_buffers() if name.endswith("mup_vector")}
     assert buffers
     assert all(torch.equal(found.get_buffer(name), value) for name, value in buffers.items())
-
-
-def test_lookup_on_a_gpu_is_refused(tmp_path: Path) -> None:
-    config, engine = config_of("qwen3_5_text", **MODELS["qwen3_5_text"]), EngineConfig(speculation="lookup")
-    check_hybrid(tmp_path, config, engine, "cpu")
-    with pytest.raises(CheckpointError, match=r"do not work with engine\.speculation lookup on a GPU"):
-        check_hybrid(tmp_path, config, engine, "cuda")
 
 
 @pytest.mark.parametrize(

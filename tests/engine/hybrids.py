@@ -60,6 +60,16 @@ def reference_logits(family: str, ids: list[int]) -> torch.Tensor:
     return logits
 
 
+def say_few_tokens(model: Any) -> None:
+    """Change a model's weights so that its answers repeat themselves, though not always."""
+    head = model.get_output_embeddings()
+    head.weight[:12] *= 6
+    head.weight[12:] *= 0.05
+    for name, parameter in model.named_parameters():
+        if name.endswith(("out_proj.weight", "o_proj.weight")):
+            parameter.mul_(0.3)
+
+
 def answers(engine: Engine, *requests: GenerateRequest) -> list[list[int]]:
     outputs = run_together(engine, *requests)
     return [tokens(outputs[request.request_id]) for request in requests]

@@ -1,4 +1,4 @@
-"""On a GPU: layers with states in decode graphs, in chunks, and of sequences that are preempted."""
+"""On a GPU: layers with states in decode graphs, in chunks, of sequences that are preempted, and with draft tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch
 
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.runtime.graphs.graph_set import DRAFT_SIZES
 from server.engine.runtime.preparation.assembly import build_runner
-from tests.engine.factories import make_request, run_together, tokens
-from tests.engine.hybrids import prompt_of
+from server.engine.speculation.costs import StepCosts
+from server.types import GenerateRequest, RequestOutput
+from tests.engine.factories import fix_costs, make_request, run_together, tokens
+from tests.engine.hybrids import prompt_of, say_few_tokens
 from tests.engine.models import HYBRIDS, tiny_model
 from tests.engine.test_kinds_cuda import GPU, NEAR_TIE
 
@@ -48,6 +51,7 @@ WIDE: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 128,
     },
 }
+CHEAP = StepCosts({n: 1 + n / 1000 for n in DRAFT_SIZES}, {n: 1 + n / 1000 for n in range(1, 5)})
 LENGTHS = (5, 60, 64, 65, 1, 200, 33, 700, 2, 130)
 _OTHER_KERNELS = (
     "FusedRMSNormGated", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "causal_conv1d_fn",
@@ -81,6 +85,32 @@ def test_answers_are_those_of_transformers(family: str, eager: bool, monkeypatch
     outputs = run_together(engine, *requests)
     if not eager:
         assert engine.stats().graph_replays > TOKENS
+    check_answers(oracle, requests, outputs)
+
+
+@pytest.mark.parametrize("family", sorted(HYBRIDS, reverse=True))
+def test_draft_tokens_leave_the_answers_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As chunks of CUDA graphs, with what is computed again after a rejection."""
+    oracle = oracle_of(family, monkeypatch)
+    say_few_tokens(oracle)
+    config = EngineConfig(
+        device="cuda", max_num_seqs=4, max_model_len=256, kv_cache_bytes=2**20, max_num_batched_tokens=256,
+        speculation="lookup",
+    )  # fmt: skip
+    runner = build_runner(copy.deepcopy(oracle), config)
+    assert runner._graphs.mixed is not None
+    assert set(DRAFT_SIZES) <= set(runner._graphs.mixed.sizes)
+    engine = Engine(runner, config)
+    fix_costs(engine, CHEAP)
+    prompts = [prompt_of(n, 1) * repeats for n in (5, 30, 1, 64) for repeats in (1, 3)]
+    requests = [make_request(prompt, max_tokens=TOKENS, ignore_eos=True) for prompt in prompts]
+    check_answers(oracle, requests, run_together(engine, *requests))
+    stats = engine.stats()
+    assert 0 < sum(stats.accepted_by_place) < stats.draft_tokens
+
+
+def check_answers(oracle: Any, requests: list[GenerateRequest], outputs: dict[str, list[RequestOutput]]) -> None:
+    """All but a few tokens are the oracle's likeliest, given those before them."""
     behind = []
     for request in requests:
         prompt, answer = request.prompt_token_ids, tokens(outputs[request.request_id])

@@ -74,7 +74,7 @@ def _check(folder: Path, config: EngineConfig, count: int, device: torch.device)
     devices = torch.cuda.device_count() if device.type == "cuda" else count
     if count > devices:
         raise EngineConfigError(f"engine.tensor_parallel_size is {count}, and there are {devices} GPUs")
-    check_hybrid(folder, read_config(folder), config, device.type)
+    check_hybrid(folder, read_config(folder), config)
     # Before the workers start, so that the message comes at once and from one process.
     if config.load_format == "dummy":
         check_count(read_config(folder), BLOCKSIZE, count, str(folder))

@@ -112,8 +112,8 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> PagedModel:
     return paged
 
 
-def captured(paged: PagedModel, tokens: Tokens, sizes: list[int], **options: Any) -> GraphSet:
-    scratch = 90
+def captured(paged: PagedModel, tokens: Tokens, sizes: list[int], scratch: int = 90, **options: Any) -> GraphSet:
+    """Graphs of these sizes, whose padding goes to the KV block `scratch`."""
     pool = Pool()
     pool._scratch_slot, pool._padding[2] = scratch * BLOCK, scratch * BLOCK
     graphs = GraphSet(paged.model, Backend(paged.backend, scratch), BLOCK, None, tokens, pool=pool, **options)
@@ -228,7 +228,7 @@ def test_tokens_of_any_batch_in_groups_are_the_models(paged: PagedModel) -> None
         (Tokens.DRAFTED, [(5, 5)], True, False),
         (Tokens.CHUNKS, [(5, 1), (0, 3)], False, True),
         (Tokens.CHUNKS, [(5, 1), (5, 1), (0, 2)], False, False),
-        (Tokens.CHUNKS, [(0, 3)], True, False),
+        (Tokens.CHUNKS, [(0, 3)], True, True),
         (Tokens.CHUNKS, [(0, 5)], False, False),
     ],
 )

@@ -5,17 +5,25 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.runtime.graphs import graph_set
+from server.engine.runtime.graphs.graph_set import DRAFT_SIZES, Tokens, chunk_sizes
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.preparation.states import state_slots
+from server.engine.runtime.preparation.step_costs import measure_steps
+from server.engine.runtime.runner import StepGraphs
 from server.types import GenerateRequest, RequestOutput
 from tests.engine.factories import fix_costs, make_request, run_together, tokens
+from tests.engine.graphs.test_graph_set import captured
+from tests.engine.hybrids import say_few_tokens
 from tests.engine.models import HYBRIDS, VOCABULARY, tiny_model
 from tests.engine.scored import check_outputs
 from tests.engine.speculation.engines import CHEAP
@@ -31,14 +39,8 @@ TOLERANCE = 3e-4
 
 @functools.cache
 def model_of(family: str) -> PreTrainedModel:
-    """A model that says few tokens, so that its answers repeat themselves, though not always."""
     model = tiny_model(family)
-    head: Any = model.get_output_embeddings()
-    head.weight[:12] *= 6
-    head.weight[12:] *= 0.05
-    for name, parameter in model.named_parameters():
-        if name.endswith(("out_proj.weight", "o_proj.weight")):
-            parameter.mul_(0.3)
+    say_few_tokens(model)
     return model
 
 
@@ -144,3 +146,31 @@ def test_a_step_with_draft_tokens_may_begin_with_a_snapshot(monkeypatch: pytest.
         assert output.error is None
         found += output.new_token_ids
     assert found == expected[:22]
+
+
+@pytest.mark.parametrize("family", with_rest(HYBRIDS, ["qwen3_5_text"]))
+def test_steps_in_graphs_as_a_gpu_has_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft tokens are chunks of small graphs, with what is computed again after a rejection."""
+    monkeypatch.setattr(graph_set, "unowned", lambda tensor: tensor)
+    config = CONFIG.model_copy(update={"enforce_eager": True})
+    runner = build_runner(copy.deepcopy(model_of(family)), config)
+    paged, states, scratch = runner._paged, runner.states, runner.limits.num_blocks - 1
+    runner.limits = replace(runner.limits, num_blocks=scratch)
+    sizes = [*DRAFT_SIZES, *chunk_sizes(config.max_num_batched_tokens or 0)]
+    mixed = captured(paged, Tokens.CHUNKS, sizes, scratch, max_num_seqs=5, states=states)
+    decode = captured(paged, Tokens.NEWEST, [1, 2, 4, 5], scratch, states=states)
+    runner._graphs = StepGraphs(decode, mixed)
+    with torch.inference_mode():
+        costs = measure_steps(paged, runner.limits, runner._graphs)
+    assert costs._verifying.sizes == list(DRAFT_SIZES)
+    assert costs._plain.sizes == [1, 2, 4, 5]
+    monkeypatch.setattr(paged, "run_class", lambda _: pytest.fail("a step ran without a graph"))
+    engine = Engine(runner, config)
+    fix_costs(engine, CHEAP)
+    requests = some_requests(4)
+    for request, outputs in zip(requests, run_together(engine, *requests).values(), strict=True):
+        if request.sampling.temperature == 0.0:
+            check_outputs(model_of(family), request.prompt_token_ids, outputs, TOLERANCE)
+    stats = engine.stats()
+    assert stats.draft_tokens > sum(stats.accepted_by_place) > 10
+    assert stats.preemptions > 0

@@ -80,7 +80,7 @@ class Tokens(Enum):
     DRAFTED = "steps with draft tokens"
     """Each laid out as a sequence of its own; it also attends to those of its sequence before it in the step."""
     CHUNKS = "steps with prompts"
-    """Chunks of up to max_num_seqs sequences; logits of that many rows are computed."""
+    """Chunks of up to max_num_seqs sequences; logits of that many rows are computed, of up to 64 tokens those of all."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,9 @@ class GraphSet:
                 return torch.equal(wanted, torch.arange(count))
             case Tokens.CHUNKS:
                 form = self._form(batch)
-                sequences = 0 if form is None else self._sequences(form)
-                return len(batch.spans) <= sequences and wanted.shape[0] <= sequences and not batch.spans.adapted
+                if form is None or batch.spans.adapted:
+                    return False
+                return len(batch.spans) <= self._sequences(form) and wanted.shape[0] <= self._rows(form)
 
     def run(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> ModelOutput:
         """Replay the step that fits batch; newest and source: see GraphPool.fill()."""
@@ -200,6 +201,10 @@ class GraphSet:
         if self.tokens is not Tokens.CHUNKS:
             return form.size
         return min(form.size, self._max_num_seqs, _LONG_SEQUENCES if form.is_long else form.size)
+
+    def _rows(self, form: Form) -> int:
+        """How many logits a graph of chunks computes: of few tokens all, which may be draft tokens."""
+        return form.size if form.size <= DRAFT_SIZES[-1] else self._sequences(form)
 
     def _filled(self, batch: Batch, newest: torch.Tensor | None, source: list[int] | None) -> _Graph:
         """The graph that fits batch, which is laid out for it."""
@@ -256,7 +261,7 @@ class GraphSet:
     def _capture_one(self, form: Form, others: torch.Tensor | None) -> _Graph:
         inputs, rows, kept = self.pool.new_inputs(form.size), None, {}
         if self.tokens is Tokens.CHUNKS:
-            rows = torch.zeros(self._sequences(form), dtype=torch.int64, device=self._model.device)
+            rows = torch.zeros(self._rows(form), dtype=torch.int64, device=self._model.device)
             kept = {"logits_to_keep": rows}
         plan = self._plan_capture(form)
 

@@ -141,7 +141,8 @@ def _capture_steps(
         logger.warning("steps run without CUDA graphs, which is slow: %s", summary(e))
         return StepGraphs()
     sizes = verify_sizes(config)
-    verify = capture_verify(paged, backend, limits, sizes, decode, progress) if sizes else None
+    drafted = bool(sizes) and paged.states is None
+    verify = capture_verify(paged, backend, limits, sizes, decode, progress) if drafted else None
     mixed = None if config.batch_invariant else capture_mixed(paged, backend, limits, config, decode, progress)
     return StepGraphs(decode, mixed, verify, config.batch_invariant)
 

@@ -103,12 +103,16 @@ def capture_mixed(
     states = None if paged.states is None else paged.states.pool
     graphs = GraphSet(*own, Tokens.CHUNKS, pool=decode.pool, max_num_seqs=sequences, states=states)
     largest = max(budget, sequences)
+    sizes = chunk_sizes(largest)
     if states is None:
         trials = mixed_trial_steps(TrialSteps(paged).first_chunk, paged.block_size, limits)
-        return _captured(graphs, chunk_sizes(largest), trials, paged, progress)
+        return _captured(graphs, sizes, trials, paged, progress)
 
     def attempt() -> None:
-        graphs.capture(chunk_sizes(largest), progress, long_chunk_sizes(largest) if states.captures_long else ())
+        # Draft tokens are chunks, too: layers with states take a sequence's tokens one after another.
+        graphs.capture(
+            {*sizes, *verify_sizes(config)}, progress, long_chunk_sizes(largest) if states.captures_long else ()
+        )
         # A step over states is computed once only, so those of the other trials cannot follow one another.
         _compare_continued(TrialSteps(paged), paged, graphs, limits)
 
@@ -144,7 +148,7 @@ def _kept(graphs: GraphSet, attempt: Callable[[], None]) -> GraphSet | None:
 
 def _compare_continued(steps: TrialSteps, paged: PagedModel, graphs: GraphSet, limits: ModelLimits) -> None:
     """Compare a prompt in two chunks by graphs with the same in one without. Raises ValueError."""
-    for count in (17, LONG_CHUNK + 50):
+    for count in (graphs.sizes[0], 17, LONG_CHUNK + 50):
         whole = count + 9
         parts = [replace(part, sampled_rows=part.sampled_rows[-1:]) for part in steps.in_chunks(count, whole)]
         room = min(limits.max_model_len, limits.num_blocks * paged.block_size)

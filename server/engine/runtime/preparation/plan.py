@@ -24,7 +24,7 @@ from server.engine.runtime.preparation.estimates import (
     step_bytes,
     token_bytes,
 )
-from server.engine.runtime.preparation.states import state_slots
+from server.engine.runtime.preparation.states import state_slots, states_of_one
 
 USEFUL_TOKENS = 4096
 """With a KV cache of fewer tokens a start warns."""
@@ -149,7 +149,8 @@ def plan_memory(
     if state := state_bytes(config) // ranks:
         slots = state_slots(state, token, max(0, left), engine.kv_cache_bytes, engine, sequences)
         # Two sequences run in the check of a start.
-        parts[_STATES] = state * max(2, slots.sequences + slots.snapshots)
+        backups = (states_of_one(engine) - 1) * slots.sequences
+        parts[_STATES] = state * (max(2, slots.sequences + slots.snapshots) + backups)
         left -= parts[_STATES]
     cache = engine.kv_cache_bytes
     useful = max(wanted, min(TOKENS_BEFORE_COPIES, own)) * token if cache is None else cache

@@ -94,7 +94,7 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
     on_host = (
         config.state_snapshot_host_bytes // sum(kind.nbytes for kind in kinds) if config.enable_prefix_caching else 0
     )
-    own = slots.sequences, model.device, slots.snapshots, config.speculation != "off"
+    own = slots.sequences, model.device, slots.snapshots, states_of_one(config) > 1
     try:
         pool = StatePool(kinds, *own, least(on_host))
     except RuntimeError as e:
@@ -133,6 +133,11 @@ class StateSlots(NamedTuple):
     snapshots: int
 
 
+def states_of_one(config: EngineConfig) -> int:
+    """States of each sequence: a second one is kept while draft tokens are verified."""
+    return 1 if config.speculation == "off" else 2
+
+
 def state_slots(
     state: int, token: float, usable: int, cache: int | None, config: EngineConfig, wanted: int
 ) -> StateSlots:
@@ -141,8 +146,7 @@ def state_slots(
     token: bytes of a token in the KV cache. usable: bytes for states and the KV cache; cache: of these the cache's, if that
     is fixed. Fewer sequences than wanted, down to 0, if states would leave them less than _KV_TOKENS each.
     """
-    # A second one is kept while draft tokens are verified.
-    own = state * (1 if config.speculation == "off" else 2)
+    own = state * states_of_one(config)
     snapshots, share = 0, 0.0
     if config.enable_prefix_caching and config.state_snapshot_bytes is None:
         share = _SNAPSHOTS_OF_ONE

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from server.engine.runtime.batch import Batch
 from server.engine.runtime.graphs.graph_set import DRAFT_SIZES, GraphSet
-from server.engine.runtime.graphs.invariant import INVARIANT_ROWS, in_groups
+from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps
@@ -30,10 +29,12 @@ def measure_steps(
     """
     steps = TrialSteps(paged)
     if graphs.decode is not None and graphs.batch_invariant:
-        groups = {INVARIANT_ROWS: _of_groups(graphs.decode, steps, paged.block_size, INVARIANT_ROWS)}
+        groups = {INVARIANT_ROWS: _of_decode_graph(graphs.decode, steps, INVARIANT_ROWS)}
         return StepCosts(groups, drafting=drafting)
-    if graphs.decode is not None and graphs.verify is not None:
-        verifying, plain = _of_graphs(graphs.decode, graphs.verify, steps, paged.block_size, limits)
+    if graphs.decode is not None:
+        # Draft tokens of sequences with states are chunks.
+        verify = graphs.verify if paged.states is None else graphs.mixed
+        verifying, plain = _of_graphs(graphs.decode, verify, steps, limits)
         return StepCosts(verifying, plain, drafting)
     sizes = [size for size in _SIZES if size <= limits.max_model_len]
     return StepCosts(_least(steps.run, sizes, _REPEATS), drafting=drafting)
@@ -43,38 +44,39 @@ def draft_times(paged: PagedModel, limits: ModelLimits, decode: GraphSet | None)
     """Seconds of a draft model's steps by their number of tokens, one for each sequence. Call in inference mode."""
     steps = TrialSteps(paged)
     if decode is not None:
-        return {size: _of_groups(decode, steps, paged.block_size, size) for size in decode.sizes}
+        return {size: _of_decode_graph(decode, steps, size) for size in decode.sizes}
     return _least(steps.run, [size for size in _SIZES if size <= limits.max_model_len], _REPEATS)
 
 
 def _of_graphs(
-    decode: GraphSet, verify: GraphSet, steps: TrialSteps, block_size: int, limits: ModelLimits
+    decode: GraphSet, verify: GraphSet | None, steps: TrialSteps, limits: ModelLimits
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Measure steps with draft tokens and steps without: their seconds by size.
 
     With draft tokens the time until the tokens are read counts. Without, steps are scheduled asynchronously, so the device's
-    time counts.
+    time counts. verify: graphs of steps with draft tokens; None: these run without graphs.
     """
     sizes = [size for size in DRAFT_SIZES if size <= limits.max_model_len]
 
     def verified(size: int) -> torch.Tensor:
-        return verify.run(steps.first_chunk(size)).logits
+        return steps.run(size) if verify is None else verify.run(steps.first_chunk(size)).logits
 
     verifying = _least(verified, sizes, _REPLAYS)
     plain_sizes = [size for size in decode.sizes if size <= sizes[-1]]
-    return verifying, {size: _of_groups(decode, steps, block_size, size) for size in plain_sizes}
+    return verifying, {size: _of_decode_graph(decode, steps, size) for size in plain_sizes}
 
 
-def _of_groups(decode: GraphSet, steps: TrialSteps, block_size: int, size: int) -> float:
+def _of_decode_graph(decode: GraphSet, steps: TrialSteps, size: int) -> float:
     """Seconds of a decode graph of size tokens, one after another without a wait between."""
-    _, batch = next(in_groups(steps.first_chunk(size), block_size, size))
-    return min(_replays(decode, batch) for _ in range(_REPEATS))
+    return min(_replays(decode, steps, size) for _ in range(_REPEATS))
 
 
-def _replays(decode: GraphSet, batch: Batch) -> float:
-    decode.run(batch).logits.argmax(dim=-1).tolist()
+def _replays(decode: GraphSet, steps: TrialSteps, size: int) -> float:
+    # Each step follows the one before, as states need it.
+    first, *others = (steps.singles(size, place) for place in range(1 + _REPLAYS))
+    decode.run(first).logits.argmax(dim=-1).tolist()
     begun = time.perf_counter()
-    for _ in range(_REPLAYS):
+    for batch in others:
         output = decode.run(batch)
     output.logits.argmax(dim=-1).tolist()
     return (time.perf_counter() - begun) / _REPLAYS

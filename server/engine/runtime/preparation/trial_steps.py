@@ -75,6 +75,13 @@ class TrialSteps:
         """Steps of the chunks of the same sequence that end there."""
         return [self._chunk(start, end) for start, end in itertools.pairwise((0, *ends))]
 
+    def singles(self, count: int, place: int) -> Batch:
+        """A step of the token at `place` of each of `count` sequences, which share the cache's first blocks."""
+        rows, places = torch.arange(count), torch.full((count,), place)
+        blocks = range(place // self._paged.block_size + 1)
+        spans = Spans.of(Span(row, place, 1, blocks) for row in range(count))
+        return Batch((places + 101) % self._paged.vocab_size, places, places, rows, spans, count)
+
     def _chunk(self, start: int, end: int) -> Batch:
         places = torch.arange(start, end)
         # The first ids are often padding, whose embedding is zero.
