@@ -167,10 +167,10 @@ def mixed_requests(family: str) -> list[tuple[GenerateRequest, list[int]]]:
     rng = random.Random(family)
     common = prompt_of(50)
     requests = []
-    for index in range(50):
-        prompt = common[: rng.choice((0, 0, 11, 32, 50))] + prompt_of(rng.choice((1, 2, 5, 16, 33, 64, 70)), index)
+    for index in range(40):
+        prompt = common[: rng.choice((0, 11, 32, 50))] + prompt_of(rng.choice((1, 2, 5, 16, 33, 64, 70)), index)
         sampling = {"temperature": rng.choice((0.0, 1.0)), "seed": index, "ignore_eos": True, "logprobs": 0}
-        requests.append(make_request(prompt, max_tokens=rng.choice((1, 3, 20, 60)), **sampling))
+        requests.append(make_request(prompt, max_tokens=rng.choice((1, 3, 12, 40)), **sampling))
     return [(request, answers(alone, request)[0]) for request in requests]
 
 
@@ -178,7 +178,7 @@ def mixed_requests(family: str) -> list[tuple[GenerateRequest, list[int]]]:
     ("family", "in_columns", "kind"),
     with_rest(
         itertools.product(HYBRIDS, (False, True), ("plain", "async")),
-        [("qwen3_5_text", True, "async"), ("nemotron_h", False, "async"), ("lfm2", True, "plain")],
+        [("qwen3_5_text", True, "async"), ("lfm2", False, "plain")],
     ),
     indirect=["family", "in_columns"],
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +12,10 @@ import torch
 
 from nf4_kernels import cuda, tune
 from server.config import EngineConfig
+from server.engine.runtime import exchange
 from server.engine.runtime.preparation import tuning
 
 TIMES = {"a shape": {8: {"a launch": 2.5}}}
-RANK = """
-import sys, torch
-from server.engine.runtime import exchange
-rank = int(sys.argv[1])
-exchange.join(exchange.Membership(rank, 2, sys.argv[2]), torch.device("cpu"))
-print(exchange.of_first({"times of rank": {rank: 1.5}}))
-exchange.leave()
-"""
 
 
 @pytest.fixture
@@ -75,10 +67,14 @@ def test_an_engine_starts_if_measuring_fails(used: list[Any], monkeypatch: pytes
     assert used == [{}]
 
 
+def share(membership: exchange.Membership) -> dict[str, dict[int, float]]:
+    exchange.join(membership, torch.device("cpu"))
+    shared = exchange.of_first({"times of rank": {membership.rank: 1.5}})
+    exchange.leave()
+    return shared
+
+
 def test_ranks_share_what_rank_0_has(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RANK]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in (0, 1)
-    ]
-    assert [rank.communicate(timeout=120)[0].splitlines()[-1] for rank in ranks] == ["{'times of rank': {0: 1.5}}"] * 2
+    members = [exchange.Membership(rank, 2, str(tmp_path / "store")) for rank in (0, 1)]
+    with multiprocessing.get_context("fork").Pool(2) as ranks:
+        assert ranks.map_async(share, members, chunksize=1).get(120) == [{"times of rank": {0: 1.5}}] * 2

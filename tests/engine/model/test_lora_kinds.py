@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.loading import load_model
@@ -22,7 +21,7 @@ from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
 from tests.checkpoint.layouts import CPU, config_of, random_model, reference_model, save_nf4, silent
 from tests.checkpoint.multimodal import CLASSES
 from tests.checkpoint.test_layouts import LLAMA
-from tests.engine.model.test_lora import PROMPTS, check_answers, config_with, expected, finish, start
+from tests.engine.model.test_lora import PROMPTS, TOKENS, check_answers, config_with, expected, finish, start
 from tests.engine.models import tiny_model
 from tests.marks import with_rest
 
@@ -76,18 +75,16 @@ def check(family: str, overrides: dict[str, Any], folder: Path, **options: Any) 
     check_answers(engine, folder, "a", "plain", family=family, **overrides)
 
 
-def answers(model: torch.nn.Module, folder: Path) -> list[list[int]]:
-    """The engine's answers to all prompts with the adapter a."""
+def check_adapter(model: torch.nn.Module, folder: Path, oracle: torch.nn.Module) -> None:
+    """An engine's answers to all prompts with the adapter a in folder are the oracle's."""
     config = config_with(folder, "a")
     engine = Engine(build_runner(model, config), config)
     for i, prompt in enumerate(PROMPTS):
         start(engine, str(i), prompt, "a")
-    return list(finish(engine).values())
-
-
-def peft_answers(model: PreTrainedModel, folder: Path) -> list[list[int]]:
-    """PEFT's."""
-    return [expected(with_adapter(model, folder / "a"), prompt) for prompt in PROMPTS]
+    found = finish(engine)
+    for i, prompt in enumerate(PROMPTS):
+        assert len(found[str(i)]) == TOKENS
+        assert found[str(i)] == expected(oracle, prompt, found[str(i)])
 
 
 def compare(found: list[int], oracle: torch.nn.Module, prompt: list[int]) -> None:
@@ -154,9 +151,9 @@ def test_on_a_multimodal_base(prefix: str, tmp_path: Path) -> None:
     base = reference_model(folder, tmp_path / "reference")
     save_adapter(base, tmp_path / "a", 0, 0.3, r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     assert any("vision_tower" in name for name in _weights(tmp_path / "a"))
-    wanted = peft_answers(base, tmp_path)
+    oracle = with_adapter(base, tmp_path / "a")
     _rename(tmp_path / "a", (r"base_model\.model\.model\.language_model\.", f"base_model.model.{prefix}"))
-    assert answers(load_model(folder, CPU, torch.float32, silent), tmp_path) == wanted
+    check_adapter(load_model(folder, CPU, torch.float32, silent), tmp_path, oracle)
 
 
 def test_dora_in_written_layers(tmp_path: Path) -> None:
@@ -176,13 +173,13 @@ def _rename(folder: Path, *changes: tuple[str, str]) -> None:
 def test_names_of_other_classes(prefix: str, tmp_path: Path) -> None:
     """Adapters of a multimodal class on its text's class; the other way is the same rule."""
     save_adapter(tiny_model("llama"), tmp_path / "a", 0, 0.3, r=4, target_modules=ALL_PROJECTIONS)
-    wanted = peft_answers(tiny_model("llama"), tmp_path)
+    oracle = with_adapter(tiny_model("llama"), tmp_path / "a")
     _rename(tmp_path / "a", (r"model\.model\.layers\.", f"model.{prefix}"))
     tower = "base_model.model.model.vision_tower.layers.0.self_attn.q_proj.lora_"
     tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
     tensors |= {f"{tower}A.weight": torch.ones(4, 8), f"{tower}B.weight": torch.ones(8, 4)}
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
-    assert answers(tiny_model("llama"), tmp_path) == wanted
+    check_adapter(tiny_model("llama"), tmp_path, oracle)
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -206,9 +203,9 @@ def test_parts_of_a_fused_projection(tmp_path: Path) -> None:
         rows = iter(tensor.split([size for _, size in parts[fused]])) if "lora_B" in name else None
         for part, _ in parts[fused]:
             split[name.replace(fused, part)] = (tensor if rows is None else next(rows)).clone()
-    wanted = peft_answers(tiny_model("phi3"), tmp_path)
+    oracle = with_adapter(tiny_model("phi3"), tmp_path / "a")
     save_file(split, tmp_path / "a" / "adapter_model.safetensors")
-    assert answers(tiny_model("phi3"), tmp_path) == wanted
+    check_adapter(tiny_model("phi3"), tmp_path, oracle)
 
 
 def test_a_fused_projection_on_a_base_that_has_its_parts(tmp_path: Path) -> None:
@@ -222,9 +219,9 @@ def test_a_fused_projection_on_a_base_that_has_its_parts(tmp_path: Path) -> None
             tensors[f"{start_}{part}_proj.lora_A.weight"] = a.clone()
         fused |= {f"{start_}qkv_proj.lora_A.weight": a.clone(), f"{start_}qkv_proj.lora_B.weight": torch.cat(b)}
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
-    wanted = peft_answers(tiny_model("llama"), tmp_path)
+    oracle = with_adapter(tiny_model("llama"), tmp_path / "a")
     save_file(fused, tmp_path / "a" / "adapter_model.safetensors")
-    assert answers(tiny_model("llama"), tmp_path) == wanted
+    check_adapter(tiny_model("llama"), tmp_path, oracle)
 
 
 def test_what_graphs_run_equals_what_steps_run(tmp_path: Path) -> None:
