@@ -232,19 +232,6 @@ def test_tokens_are_told_before_a_prompts_step(aborted: str | None, monkeypatch:
     assert engine.stats().kv_blocks_used == 0
 
 
-def test_options_survive_aborts_beside_them() -> None:
-    rng = random.Random(1)
-    requests = [make_request(**options) for options in OPTIONS]
-    expected = run(make_engine(ModelRunner)[0], requests)
-    for _ in range(6):
-        engine, _runner = make_engine(AsyncRunner)
-        aborted = {rng.randrange(1, 30): rng.choice(requests).request_id for _ in range(3)}
-        got = run(engine, requests, aborted)
-        for request in requests:
-            mine, theirs = tokens(got[request.request_id]), tokens(expected[request.request_id])
-            assert mine == (theirs[: len(mine)] if request.request_id in aborted.values() else theirs)
-
-
 GRAMMARS = [
     LLMatcher.grammar_from_regex("([a-z]{1,9} ){1,30}"),
     LLMatcher.grammar_from_json_schema({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}),
@@ -306,9 +293,10 @@ def test_what_fails_to_launch_is_executed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("in_columns")
-def test_aborted_requests_get_nothing_more_and_the_others_everything() -> None:
+@pytest.mark.parametrize("options", [REQUESTS, OPTIONS], ids=["plain", "options"])
+def test_aborted_requests_get_nothing_more_and_the_others_everything(options: list[dict[str, Any]]) -> None:
     rng = random.Random(0)
-    requests = [make_request(**o) for o in REQUESTS]
+    requests = [make_request(**own) for own in options]
     expected = run(make_engine(ModelRunner)[0], requests)
     for _ in range(5):
         engine, _runner = make_engine(AsyncRunner)
