@@ -35,6 +35,7 @@ from server.api.openai.protocol import (
     ToolCallDelta,
     Usage,
 )
+from server.api.translate.content_blocks import ContentBlocks
 from server.text.answer import Part
 from server.text.calls.parser import CallDelta
 from server.text.tokenizer import Tokenizer
@@ -66,45 +67,28 @@ class WholeAnswer:
     """One answer, put together from its deltas."""
 
     def __init__(self) -> None:
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[tuple[CallDelta, list[str]]] = []
+        self._blocks = ContentBlocks()
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason = "stop"
         self.stop_reason: str | int | None = None
 
     def add(self, delta: TurnDelta) -> None:
         """Take a delta."""
-        self._reasoning.append(delta.part.reasoning)
-        self._content.append(delta.part.content)
-        for call in delta.part.calls:
-            if call.id is not None:
-                self._calls.append((call, []))
-            self._calls[call.index][1].append(call.arguments)
+        self._blocks.push(delta.part)
         self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
-    @property
-    def content(self) -> str:
-        """The text."""
-        return "".join(self._content)
-
-    @property
-    def reasoning(self) -> str:
-        """The thoughts."""
-        return "".join(self._reasoning)
-
-    @property
-    def calls(self) -> list[ToolCall]:
-        """The calls."""
-        return [ToolCall(call.id or "", FunctionCall("".join(arguments), call.name)) for call, arguments in self._calls]
-
     def message(self, *, with_reasoning: bool) -> ChatMessage:
         """The answer as OpenAI's message object."""
-        reasoning, calls = self.reasoning if with_reasoning else "", self.calls
+        blocks = self._blocks.all
+        reasoning, content = (
+            "".join(block.text for block in blocks if block.kind == kind) for kind in ("reasoning", "text")
+        )
+        reasoning = reasoning if with_reasoning else ""
+        calls = [ToolCall(one.call_id, FunctionCall(one.text, one.name)) for one in blocks if one.kind == "call"]
         return ChatMessage(
-            self.content or (None if calls else ""),
+            content or (None if calls else ""),
             reasoning_content=reasoning or msgspec.UNSET,
             reasoning=reasoning or msgspec.UNSET,
             tool_calls=calls or msgspec.UNSET,
