@@ -30,6 +30,17 @@ MOST_INPUTS = 2048
 """Inputs of one request at most, as in OpenAI's API."""
 MOST_TOGETHER = 32
 """Inputs of one request that are in the engine at a time, and count in its queue."""
+UNSUPPORTED_EMBEDDING: dict[str, tuple[Any, ...]] = {
+    "truncate_prompt_tokens": (),
+    "add_special_tokens": (True,),
+    "normalize": (True,),
+    "use_activation": (True,),
+    # Other servers' ways to ask for a prompt in front of the input.
+    "input_type": (),
+    "prompt_name": (),
+    "task": (),
+}
+"""Other servers' options that change vectors, with the values that ask for nothing."""
 
 
 class EmbeddingRequest(BaseModel):
@@ -51,7 +62,7 @@ async def embeddings(request: Request) -> Response:
     document, size = await read_json(request, service.config.http.max_body_bytes)
     arrival = time.monotonic()
     take_hints("embeddings", document)
-    options = validate(EmbeddingRequest, document, {})
+    options = validate(EmbeddingRequest, document, UNSUPPORTED_EMBEDDING)
     service.check_model(options.model)
     return json_response(await unless_disconnected(request, _answer(service, options, size, arrival)))
 

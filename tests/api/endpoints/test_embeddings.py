@@ -161,6 +161,8 @@ def test_more_inputs_than_the_queue_holds_by_the_openai_client(embedder: Running
         ({"dimensions": 0}, "dimensions", None),
         ({"dimensions": SIZE + 1}, "dimensions", "value_out_of_range"),
         ({"encoding_format": "hex"}, "encoding_format", None),
+        ({"input_type": "query"}, "input_type", "unsupported_parameter"),
+        ({"normalize": False}, "normalize", "unsupported_parameter"),
     ],
 )
 def test_bad_input_is_named(http: httpx.Client, options: dict[str, Any], param: str, code: str | None) -> None:
