@@ -129,8 +129,7 @@ __device__ __forceinline__ void run_moe_rows(const MoeRowsArgs& args, const void
   constexpr int kSize = kTiles * 8, kWarps = Layout::kWarps;
   extern __shared__ __align__(128) char shared[];
   unsigned base = shared_address(shared);
-  // Nothing is compiled for targets on which no plan fits either.
-  if ((base & 0xffffff) != kSharedBase || Layout::total(2) > kSharedBytes) __trap();
+  if ((base & 0xffffff) != kSharedBase) __trap();
   int warp = threadIdx.x / 32;
   HeldGroups<kSize> held(shared + Layout::total(args.stages), args.held_groups);
   if (warp == kWarps) init_copy_barriers<Layout>(base);
@@ -181,7 +180,13 @@ __device__ __forceinline__ void run_moe_rows(const MoeRowsArgs& args, const void
 template <typename T, int kWarps, int kTeams, int kBlocks, int kTiles, bool kNested>
 __global__ void __launch_bounds__((kWarps + 4) * 32, 1) moe_rows(const __grid_constant__ MoeRowsArgs args) {
 #if __CUDA_ARCH__ >= 800
-  run_moe_rows<T, MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested>, kBlocks, kTiles, kNested>(args, nullptr);
+  using Layout = MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested>;
+  // Nothing is compiled for targets on which no plan fits.
+  if constexpr (Layout::total(2) <= kSharedBytes) {
+    run_moe_rows<T, Layout, kBlocks, kTiles, kNested>(args, nullptr);
+  } else {
+    __trap();
+  }
 #endif
 }
 

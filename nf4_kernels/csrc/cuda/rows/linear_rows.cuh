@@ -191,20 +191,12 @@ __device__ __forceinline__ void build_table(char* shared, int first) {
   for (int i = 0; i < 16; ++i) *reinterpret_cast<unsigned*>(target + i * kTableStride) = pack2<T>(high, codes[i] * kStretch);
 }
 
-// kTimed: one warp times its decoding. It is a kernel of its own, since a second loop beside the first, though
-// no warp enters it, makes the first one up to 50 % slower (registers).
-// kNormalises: the tokens are normalised (with one pass only). It is a kernel of its own, since code for it beside the other
-// costs up to 7 % in the same way.
-// kGates: the epilogue is a gated activation. It is a kernel of its own, since code for it beside the other costs up to 2 %.
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed, bool kNormalises, bool kGates>
-__global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32, 1)
-    linear_rows(const __grid_constant__ RowsArgs args) {
-#if __CUDA_ARCH__ >= 800
-  using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
+template <typename T, typename Layout, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed, bool kNormalises,
+          bool kGates>
+__device__ __forceinline__ void run_linear_rows(const RowsArgs& args) {
   extern __shared__ __align__(128) char shared[];
   unsigned base = shared_address(shared);
-  // Nothing is compiled for targets on which no plan fits either.
-  if ((base & 0xffffff) != kSharedBase || Layout::total(2, 1, 0) > kSharedBytes) __trap();
+  if ((base & 0xffffff) != kSharedBase) __trap();
   int warp = threadIdx.x / 32;
   // A launch that started early begins, for the clock, when the kernel in front has ended. This comes ahead of all that has
   // to be loaded. A cluster's other blocks must not wait with it.
@@ -279,6 +271,24 @@ __global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) *
     }
     barrier_sync(kDecoderBarrier, Layout::kDecoders * 32);
     decode_scales<Layout, kNested, kGates>(args, shared, run, warp - kFirstDecoder);
+  }
+}
+
+// kTimed: one warp times its decoding. It is a kernel of its own, since a second loop beside the first, though
+// no warp enters it, makes the first one up to 50 % slower (registers).
+// kNormalises: the tokens are normalised (with one pass only). It is a kernel of its own, since code for it beside the other
+// costs up to 7 % in the same way.
+// kGates: the epilogue is a gated activation. It is a kernel of its own, since code for it beside the other costs up to 2 %.
+template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed, bool kNormalises, bool kGates>
+__global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32, 1)
+    linear_rows(const __grid_constant__ RowsArgs args) {
+#if __CUDA_ARCH__ >= 800
+  using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
+  // Nothing is compiled for targets on which no plan fits.
+  if constexpr (Layout::total(2, 1, 0) <= kSharedBytes) {
+    run_linear_rows<T, Layout, kWarps, kBlocks, kTiles, kNested, kTimed, kNormalises, kGates>(args);
+  } else {
+    __trap();
   }
 #endif
 }
