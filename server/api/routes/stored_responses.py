@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from server.api.answering.response_store import ResponseStore
 from server.api.answering.service import service_of
-from server.api.http.errors import bad_request
+from server.api.http.errors import bad_request, not_supported
 from server.api.http.replies import json_response
 
 router = APIRouter()
@@ -17,6 +17,8 @@ router = APIRouter()
 @router.get("/v1/responses/{name}", include_in_schema=False)
 async def stored_response(request: Request, name: str) -> Response:
     """A response that is kept."""
+    if request.query_params.get("stream", "false") != "false":
+        raise not_supported("stream", "The events of a response that is kept")
     key = getattr(request.state, "api_key", None)
     return json_response(_store_of(request).find(key, name, None).document)
 

@@ -43,6 +43,7 @@ def test_a_streamed_response_is_kept_and_the_oldest_makes_room(thinking: httpx.C
     body = {"model": MODEL, "input": "a", "max_output_tokens": 2, "stream": True}
     name = thinking.post(PATH, json=body).text.split('"id":"', 1)[1].split('"', 1)[0]
     assert thinking.get(f"{PATH}/{name}").json()["id"] == name
+    assert thinking.get(f"{PATH}/{name}?stream=true").json()["error"]["param"] == "stream"
     for _ in range(2):
         ask(thinking, input="a")
     gone = thinking.post(PATH, json={"model": MODEL, "input": "b", "previous_response_id": first["id"]})
