@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.api_processes.tables import api_processes
 from bench.ray_serve import tables as ray_serve
 from bench.speculation import tables as speculation_tables
-from bench.tables import busy, cards, engine, fits, hybrids, memory, parallel, posed, release, sampling
+from bench.tables import busy, cards, engine, fits, hybrids, memory, mixtures, parallel, posed, release, sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = (
@@ -40,6 +40,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fits": fits.fits,
     "cards": cards.cards,
     "memory": memory.memory,
+    "mixtures": mixtures.mixtures,
     "hybrids": hybrids.hybrids,
     "hybrids-first-tokens": hybrids.first_tokens,
     "posed": posed.posed,
