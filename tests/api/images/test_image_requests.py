@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoProcessor, PreTrainedModel
 
 from tests.api.images.image_models import encoded, image_part, picture, write_image_model
@@ -100,6 +100,59 @@ def test_several_images_of_several_sizes_and_formats(served: Served) -> None:
     assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def _saved(image: Image.Image, form: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+TURNED = Image.Exif()
+TURNED[0x0112] = 6  # by 90 degrees
+SENT: dict[str, bytes] = {
+    "JPEG": encoded(picture(6), "JPEG"),
+    "gray": encoded(picture(6).convert("L")),
+    "palette": encoded(picture(6).convert("P")),
+    "transparent": encoded(picture(6).convert("RGBA")),
+    "CMYK": encoded(picture(6).convert("CMYK"), "JPEG"),
+    "one bit": encoded(picture(6).convert("1")),
+    "turned": _saved(picture(6), "JPEG", exif=TURNED),
+    "1 x 1": encoded(picture(6, 1, 1)),
+    "1 x 4000": encoded(picture(6, 1, 4000)),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_images_as_users_send_them(served: Served, name: str) -> None:
+    seen = ImageOps.exif_transpose(Image.open(io.BytesIO(SENT[name]))).convert("RGB")
+    found = served.ask([{"type": "text", "text": "What is it?"}, image_part(SENT[name])])
+    assert answer(found) == served.expected(["What is it?", seen])
+
+
+def test_a_second_turn_with_another_image_and_tools(served: Served) -> None:
+    """Its prompt begins with the first one's KV blocks."""
+    first = [{"role": "user", "content": [image_part(encoded(picture(7))), {"type": "text", "text": "What is it?"}]}]
+    second = [{"type": "text", "text": "And"}, image_part(encoded(picture(8))), {"type": "text", "text": "?"}]
+    turns = [*first, {"role": "assistant", "content": "A thing."}, {"role": "user", "content": second}]
+    options = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    count = served.post("/v1/chat/completions", messages=first, **options).json()["usage"]["prompt_tokens"]
+    for expected in (count // 16 * 16 - 16, count):
+        usage = served.post("/v1/chat/completions", messages=turns, **options).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= expected > 0
+    function = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    options |= {"tools": [{"type": "function", "function": function}]}
+    response = served.post("/v1/chat/completions", messages=turns, **options)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_images_of_other_roles_are_refused(served: Served, role: str) -> None:
+    messages = [{"role": role, "content": [image_part(encoded(picture(1)))]}, {"role": "user", "content": "Hello"}]
+    response = served.post("/v1/chat/completions", messages=messages)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "messages[0].content[0]"
+    assert "of the role 'user'" in response.json()["error"]["message"]
+
+
 def test_a_clients_text_makes_no_image(served: Served) -> None:
     """Neither the placeholder nor the mark that stands for it on the way."""
     text = "<image> \U000ffff2 "
@@ -148,6 +201,17 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "data:",
     ),
     "text as an image": ([image_part(b"no image at all")], "messages[0].content[0].image_url", "formats"),
+    "an animation": (
+        [image_part(_saved(picture(1), "GIF", save_all=True, append_images=[picture(2)]))],
+        "messages[0].content[0].image_url",
+        "2 frames",
+    ),
+    "half an image": ([image_part(encoded(picture(1))[:-90])], "messages[0].content[0].image_url", "truncated"),
+    "no URL but base64": (
+        [{"type": "image_url", "image_url": {"url": "iVBORw0KGgo="}}],
+        "messages[0].content[0].image_url",
+        "data:",
+    ),
     "another type": (
         [{"type": "image_url", "image_url": {"url": "data:text/html;base64,aGk="}}],
         "messages[0].content[0].image_url",
