@@ -57,6 +57,27 @@ def test_add(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width", "adds"), [(1, 64, True), (7, 2048, False), (300, 2880, True)])
+def test_add_gated(dtype: torch.dtype, tokens: int, width: int, adds: bool) -> None:
+    from server.engine.runtime.layers.kernels import add_gated
+
+    x, z, y, residual = (random(tokens, width + 8, dtype=dtype)[:, :width] for _ in range(4))
+    weight = random(width, dtype=dtype) / width**0.5
+    expected = y.double() + torch.sigmoid(x.double() @ weight.double())[:, None] * z.double()
+    found = add_gated(x, weight, z, y, residual if adds else None)
+    check(found, expected + residual.double() if adds else expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 3, 24), (7, 24, 256), (300, 16, 128)])
+def test_gate_heads(dtype: torch.dtype, tokens: int, heads: int, dim: int) -> None:
+    from server.engine.runtime.layers.kernels import gate_heads
+
+    x, gate = random(tokens, heads, dim, dtype=dtype), random(tokens, heads, 2 * dim, dtype=dtype)[..., dim:]
+    check(gate_heads(x, gate), x.double() * torch.sigmoid(gate.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 64), (5, 1100), (129, 14336)])
 def test_gated(dtype: torch.dtype, activation: str, tokens: int, columns: int) -> None:

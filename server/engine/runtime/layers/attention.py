@@ -114,7 +114,14 @@ class Attention:
 
 def _gated(out: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
     """out times the sigmoid of the gate, both [T, heads, dim]."""
-    return out if gate is None else out * torch.sigmoid(gate)
+    if gate is None:
+        return out
+    if not out.is_cuda:
+        return out * torch.sigmoid(gate)
+    # Triton is not installed without CUDA.
+    from server.engine.runtime.layers.kernels import gate_heads
+
+    return gate_heads(out, gate)
 
 
 def _of_heads(norm: Norm, rows: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,38 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def add_gated(
+    x: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, y: torch.Tensor, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """residual + y + sigmoid(x @ weight) * z, [T, width], in float32 and rounded once.
+
+    weight [width]; the others [T, width], rows contiguous, of one dtype on CUDA.
+    """
+    tokens, width = x.shape
+    out = x.new_empty(tokens, width)
+    overlap, added = _overlaps(x.device), y if residual is None else residual
+    _add_gated[(tokens,)](
+        *(x, weight, z, y, added, out, x.stride(0), z.stride(0), y.stride(0), added.stride(0)),
+        *(width, triton.next_power_of_2(width), residual is not None, overlap),
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+    return out
+
+
+def gate_heads(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x times the sigmoid of gate, both [T, heads, dim] of one dtype on CUDA; x contiguous, gate's last dimension, too.
+
+    The sigmoid is rounded before the product, as models do.
+    """
+    tokens, heads, dim = x.shape
+    out, overlap = torch.empty_like(x), _overlaps(x.device)
+    _gate_heads[(tokens, triton.cdiv(heads * dim, _GATE_COLUMNS))](
+        *(x, gate, out, *gate.stride()[:2], heads * dim, dim, _GATE_COLUMNS, overlap), num_warps=4, launch_pdl=overlap
+    )
+    return out
+
+
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """activation(gate) * up, [T, f], of gate_up [T, 2 f], contiguous; activation: "silu" or "gelu_tanh".
 
@@ -140,6 +172,55 @@ def _add(x, y, out, elements, block: tl.constexpr, overlap: tl.constexpr):  # ty
     left = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, left + right, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_gated(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    z,
+    y,
+    residual,
+    out,
+    x_stride,
+    z_stride,
+    y_stride,
+    residual_stride,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    adds: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    inside = column < width
+    # A parameter, which no launch writes.
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    logit = tl.sum(tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32) * scale, 0)
+    result = tl.load(z + token * z_stride + column, mask=inside, other=0.0).to(tl.float32) * tl.sigmoid(logit)
+    result += tl.load(y + token * y_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if adds:
+        result += tl.load(residual + token * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + column, result, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_heads(  # type: ignore[no-untyped-def]
+    x, gate, out, token_stride, head_stride, columns, dim: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr
+):
+    if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < columns
+    of_gate = gate + token * token_stride + column // dim * head_stride + column % dim
+    share = tl.sigmoid(tl.load(of_gate, mask=inside, other=0.0).to(tl.float32)).to(out.dtype.element_ty).to(tl.float32)
+    result = tl.load(x + token * columns + column, mask=inside, other=0.0).to(tl.float32) * share
+    tl.store(out + token * columns + column, result, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

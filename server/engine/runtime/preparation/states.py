@@ -54,12 +54,15 @@ _CERTAIN = 0.9
 
 
 def keep_in_16_bits(model: PreTrainedModel) -> None:
-    """Expand the projections with one output for each head, if they are in NF4: kernels compute no fewer than 64 rows."""
-    for module in state_modules(model):
-        for name in NARROW_INPUTS:
-            linear = getattr(module, name, None)
-            if isinstance(linear, Linear4bit):
-                setattr(module, name, _expanded(linear, model.dtype))
+    """Expand projections with one output for each head, and with one alone, if they are in NF4.
+
+    Kernels compute no fewer than 64 rows.
+    """
+    narrow = [(module, name) for module in state_modules(model) for name in NARROW_INPUTS]
+    for module, name in [*narrow, *((module, "shared_expert_gate") for module in model.modules())]:
+        linear = getattr(module, name, None)
+        if isinstance(linear, Linear4bit):
+            setattr(module, name, _expanded(linear, model.dtype))
 
 
 def _expanded(linear: Linear4bit, dtype: torch.dtype) -> nn.Linear:

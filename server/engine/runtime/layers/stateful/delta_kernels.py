@@ -117,6 +117,7 @@ def _convolve(  # type: ignore[no-untyped-def]
         qkv_stride,
         slot_stride,
         taps,
+        0,
     )
     mixed = (total / (1.0 + tl.exp(-total))).to(q.dtype.element_ty)
     mask = inside[:, None] & in_head[None, :]

@@ -44,10 +44,8 @@ def chunks(p: Mamba2, at: Layout) -> torch.Tensor:
 
 def _advance(p: Mamba2, piece: Piece, out: torch.Tensor, chunk: int, by_fla: bool) -> None:
     from server.engine.runtime.layers.stateful.mamba2_kernels import advance, convolve, normalise
-    from server.engine.runtime.layers.stateful.state_kernels import shift
 
     mixed = convolve(p, piece, chunk)
-    shift(p.xbc, p.conv_state, piece)
     normalise(p, _by_fla(p, piece, mixed) if by_fla else advance(p, piece, mixed), out)
 
 

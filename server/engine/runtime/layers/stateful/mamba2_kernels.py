@@ -8,14 +8,14 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from nf4_kernels.mamba2_params import Mamba2
 from server.engine.runtime.layers.stateful.delta_layout import Piece
-from server.engine.runtime.layers.stateful.state_kernels import softplus, taps_of
+from server.engine.runtime.layers.stateful.state_kernels import shift, softplus, taps_of
 
 _CHANNELS = 64
 _COLUMNS = 64
 
 
 def convolve(p: Mamba2, piece: Piece, chunk: int) -> torch.Tensor:
-    """SiLU of the convolution of a piece's rows of p.xbc, which begin with the piece, [T, C]. Slots keep their old inputs.
+    """SiLU of the convolution of a piece's rows of p.xbc, which begin with the piece, [T, C]. Slots get the latest inputs.
 
     chunk: tokens that an entry of piece.chunks has.
     """
@@ -29,6 +29,7 @@ def convolve(p: Mamba2, piece: Piece, chunk: int) -> torch.Tensor:
         *(p.conv_bias is not None, p.conv_weight.shape[1], chunk, block),
         num_warps=4,
     )
+    shift(p.xbc, p.conv_state, piece)
     return mixed
 
 
@@ -86,7 +87,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     channel = tl.program_id(1) * block + tl.arange(0, block)
     known = channel < channels
     total = taps_of(
-        xbc, weight, conv_state, first, token, inside, slot, continues, channel, known, xbc_stride, slot_stride, taps
+        xbc, weight, conv_state, first, token, inside, slot, continues, channel, known, xbc_stride, slot_stride, taps, 0
     )
     if has_bias:
         total += tl.load(bias + channel, mask=known, other=0.0)[None, :]

@@ -9,11 +9,13 @@ from torch import nn
 
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
+from server.engine.runtime.layers.stateful.delta_layout import CHUNK, Singles, layout_of
 from server.engine.runtime.layers.stateful.state_layers import StateMixer, in_parts
 from server.engine.runtime.states.kinds import StateKind, short_convolution
 from server.engine.runtime.states.pool import StatePool, StateStep
 
 _NAMES = {"in_proj", "conv", "out_proj"}
+_SHARED = "short convolution"
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class ShortConvolution(StateMixer):
     """float32 [C, K]."""
     bias: torch.Tensor | None
     """float32 [C]."""
+    singles: Singles
     pool: StatePool
     state: torch.Tensor
     """[slots, C, K - 1] of the pool: the latest inputs of the convolution, the oldest first."""
@@ -36,13 +39,36 @@ class ShortConvolution(StateMixer):
         self, x: torch.Tensor, norm: Norm | None, angles: object, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """See StateMixer."""
-        b, c, y = self.input(x, norm).chunk(3, -1)
-        return self.output(c * self._convolved(b * y), residual=residual)
+        columns = self.input(x, norm)
+        b, c, y = columns.chunk(3, -1)
+        found = self._launched(columns) if columns.is_cuda else c * self._convolved(b * y)
+        return self.output(found, residual=residual)
 
     def by_modules(self) -> ShortConvolution:
         """See StateMixer."""
         first, last = map(ModuleProjection, self.modules)
         return replace(self, input=first, output=last)
+
+    def _launched(self, columns: torch.Tensor) -> torch.Tensor:
+        """c * convolution(b * y) of columns [T, 3 C] on CUDA; the states go on by T tokens."""
+        # Triton is not installed without CUDA.
+        from server.engine.runtime.layers.stateful.convolution_kernels import convolve
+
+        step = self.pool.step
+        parameters = self.weight, self.bias, self.state
+
+        def chunks(rows: torch.Tensor) -> torch.Tensor:
+            if _SHARED not in step.shared:
+                step.shared[_SHARED] = layout_of(step, rows.shape[0], rows.shape[0])
+            (piece,) = step.shared[_SHARED].pieces
+            return convolve(rows, *parameters, piece, CHUNK)
+
+        return in_parts(
+            step,
+            [columns],
+            lambda rows: convolve(rows[0], *parameters, self.singles.piece(step.singles), 1),
+            lambda rows: chunks(rows[0]),
+        )
 
     def _convolved(self, x: torch.Tensor) -> torch.Tensor:
         """The convolution of x [T, C]; the states go on by T tokens."""
@@ -62,9 +88,9 @@ class ShortConvolution(StateMixer):
 
     def _chunks(self, x: torch.Tensor, step: StateStep) -> torch.Tensor:
         taps, slots = self.weight.shape[1], step.chunks.long()
-        if "short convolution" not in step.shared:
-            step.shared["short convolution"] = _places(step.query_start_loc.long(), x.shape[0], taps)
-        of_tokens, of_states = step.shared["short convolution"]
+        if _SHARED not in step.shared:
+            step.shared[_SHARED] = _places(step.query_start_loc.long(), x.shape[0], taps)
+        of_tokens, of_states = step.shared[_SHARED]
         history = self.state[slots] * step.has_state[:, None, None]
         inputs = torch.cat((history.transpose(1, 2).flatten(0, 1), x))
         self.state[slots] = inputs[of_states].transpose(1, 2)
@@ -117,7 +143,8 @@ class ConvolutionRule:
         own = None if bias is None else bias.detach().float()
         (state,) = pool.of_layer(index)
         first, last = map(projection_of, modules)
-        return ShortConvolution(first, last, modules, weight, own, pool, state)
+        singles = Singles.of(max(pool.max_num_seqs, 2), pool.device)
+        return ShortConvolution(first, last, modules, weight, own, singles, pool, state)
 
 
 def read_convolution(module: nn.Module) -> ConvolutionRule | None:

@@ -12,12 +12,15 @@ _STATE_BLOCK = 4096
 _CHANNELS = 256
 
 
-def shift(x: torch.Tensor, conv_state: torch.Tensor, piece: Piece) -> None:
-    """Move the latest inputs of each sequence of a piece, of x [T, C], into its slot of conv_state [slots, C, K - 1]."""
-    channels = x.shape[1]
+def shift(x: torch.Tensor, conv_state: torch.Tensor, piece: Piece, factor: int = 0) -> None:
+    """Move the latest inputs of each sequence of a piece, of x [T, C], into its slot of conv_state [slots, C, K - 1].
+
+    factor: if not 0, inputs are x[:, :C] times the columns of x that many further right, rounded.
+    """
+    _, channels, kept = conv_state.shape
     _shift[(len(piece.slots), triton.cdiv(channels, _CHANNELS))](
         *(x, conv_state, piece.bounds, piece.slots, piece.has_state),
-        *(x.stride(0), conv_state.stride(0), channels, conv_state.shape[2] + 1, _CHANNELS),
+        *(x.stride(0), conv_state.stride(0), channels, kept + 1, _CHANNELS, factor),
         num_warps=4,
     )
 
@@ -63,19 +66,21 @@ def taps_of(  # type: ignore[no-untyped-def]
     x_stride,
     slot_stride,
     taps: tl.constexpr,
+    factor: tl.constexpr,
 ):
     """float32 [tokens, channels]: the convolution at some tokens of the sequence whose first row of x is `first`.
 
     inside and known: which of the tokens and of the channels there are. continues: whether the slot's inputs come before.
+    factor: of shift().
     """
     total = tl.zeros((token.shape[0], channel.shape[0]), tl.float32)
     for tap in tl.static_range(taps):
         source = token - (taps - 1) + tap
         weight = tl.load(conv_weight + channel * taps + tap, mask=known, other=0.0).to(tl.float32)
-        new = tl.load(
+        new = _inputs(
             x + (first + source)[:, None] * x_stride + channel[None, :],
-            mask=(inside & (source >= 0))[:, None] & known[None, :],
-            other=0.0,
+            (inside & (source >= 0))[:, None] & known[None, :],
+            factor,
         )
         total += new.to(tl.float32) * weight[None, :]
     # Only the first tokens of a sequence reach back to the slot, and other blocks need no loads for it.
@@ -93,6 +98,28 @@ def taps_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _inputs(place, mask, factor: tl.constexpr):  # type: ignore[no-untyped-def]
+    found = tl.load(place, mask=mask, other=0.0)
+    if factor != 0:
+        found = (found.to(tl.float32) * tl.load(place + factor, mask=mask, other=0.0).to(tl.float32)).to(found.dtype)
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shift_one(  # type: ignore[no-untyped-def]
+    x, conv_state, row, slot, continues, channel, known, x_stride, slot_stride, taps: tl.constexpr, factor: tl.constexpr
+):
+    """Move the inputs of a sequence of one token, row of x, into its slot, after the same program has called taps_of()."""
+    # Other threads may have read the slot's inputs.
+    tl.debug_barrier()
+    state, inside = conv_state + slot * slot_stride + channel * (taps - 1), known & (slot >= 0)
+    for place in tl.static_range(taps - 2):
+        old = tl.load(state + place + 1, mask=inside & continues, other=0.0)
+        tl.store(state + place, old, mask=inside)
+    tl.store(state + taps - 2, _inputs(x + row * x_stride + channel, inside, factor), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _shift(  # type: ignore[no-untyped-def]
     x,
     conv_state,
@@ -104,6 +131,7 @@ def _shift(  # type: ignore[no-untyped-def]
     channels,
     taps: tl.constexpr,
     block: tl.constexpr,
+    factor: tl.constexpr,
 ):
     """One sequence's latest inputs of some channels."""
     sequence = tl.program_id(0)
@@ -117,7 +145,7 @@ def _shift(  # type: ignore[no-untyped-def]
     # Old inputs move towards the front, so each is read before its place is written.
     for place in tl.static_range(taps - 1):
         source = tokens - (taps - 1) + place
-        new = tl.load(x + (first + source) * x_stride + channel, mask=inside & (source >= 0), other=0.0)
+        new = _inputs(x + (first + source) * x_stride + channel, inside & (source >= 0), factor)
         old = tl.load(state + taps - 1 + source, mask=inside & (source < 0) & continues, other=0.0)
         tl.store(state + place, tl.where(source < 0, old, new), mask=inside)
 
