@@ -23,9 +23,16 @@ def extend_keys(
     images: what stands in the places of placeholders, whose tokens do not tell one image from another. Sequences with
     different salts share nothing. Keys are cryptographic: nobody can make a prompt that is taken for another's.
     """
-    for index in range(len(keys), count):
-        previous = keys[-1] if keys else hashlib.blake2b(salt, digest_size=16).digest()
-        first, end = index * block_size, (index + 1) * block_size
-        block = array("q", tokens[first:end]).tobytes()
-        shown = b"".join([key for start, behind, key in images if start < end and behind > first])
-        keys.append(hashlib.blake2b(previous + block + shown, digest_size=16).digest())
+    begin = len(keys)
+    if begin >= count:
+        return
+    previous = keys[-1] if keys else hashlib.blake2b(salt, digest_size=16).digest()
+    # One conversion for all blocks: a prompt may have thousands, whose request waits for this.
+    numbers, width = array("q", tokens[begin * block_size : count * block_size]).tobytes(), 8 * block_size
+    for index in range(begin, count):
+        named = previous + numbers[(index - begin) * width : (index - begin + 1) * width]
+        if images:
+            first, end = index * block_size, (index + 1) * block_size
+            named += b"".join([key for start, behind, key in images if start < end and behind > first])
+        previous = hashlib.blake2b(named, digest_size=16).digest()
+        keys.append(previous)
