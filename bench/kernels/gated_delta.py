@@ -26,7 +26,8 @@ from bench.machine import current_commit, gpu_in_file_names
 from nf4_kernels import gated_delta
 from nf4_kernels.gated_delta_params import GatedDelta, Sequences
 from server.engine.runtime.layers.stateful import delta_chunks
-from server.engine.runtime.layers.stateful.delta_layout import layout, max_tokens
+from server.engine.runtime.layers.stateful.delta_chunks import max_tokens
+from server.engine.runtime.layers.stateful.pieces import layout
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODELS = {"Qwen3.5-27B": (16, 48), "Qwen3.5-9B": (16, 32)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from server.engine.runtime.batch import Span, Spans
-from server.engine.runtime.layers.stateful import delta_layout
+from server.engine.runtime.layers.stateful import pieces
 from server.engine.runtime.states.kinds import LONG_CHUNK, gated_delta, mamba2, short_convolution
 from server.engine.runtime.states.pool import PADDING, StateError, StatePool
 from server.engine.scheduling.blocks import BlockManager
@@ -64,19 +64,19 @@ def test_chunks_of_a_graph_are_those_of_the_host(lengths: list[int]) -> None:
     spans = spans_of(*((row, 0, length) for row, length in enumerate(lengths)))
     pool.plan_chunks_graph(spans, size, 5)
     pool.begin_chunks_graph(size, 5, is_long=True)
-    layout = delta_layout.layout_of(pool.step, size, 0)
+    layout = pieces.layout_of(pool.step, DELTA, size, 0)
     (piece,) = layout.pieces
     assert (piece.begin, piece.end, layout.longest) == (0, size, size)
     padded = [*lengths, size - sum(lengths)]
     flags = torch.zeros(len(padded), dtype=torch.bool)
-    (expected,) = delta_layout.layout(size, padded, torch.arange(len(padded), dtype=torch.int32), flags).pieces
+    (expected,) = pieces.layout(size, padded, torch.arange(len(padded), dtype=torch.int32), flags).pieces
     count = len(expected.chunks)
     assert piece.bounds.dtype is torch.int64
     assert piece.bounds[: len(padded) + 1].tolist() == expected.bounds.tolist()
     assert piece.chunks[:count].tolist() == expected.chunks.tolist()
     # The others lie beyond the end of their sequence.
     for sequence, chunk in piece.chunks[count:].tolist():
-        assert chunk * delta_layout.CHUNK >= piece.bounds[sequence + 1] - piece.bounds[sequence]
+        assert chunk * pieces.CHUNK >= piece.bounds[sequence + 1] - piece.bounds[sequence]
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server.engine.runtime.layers.stateful import delta_layout
-from server.engine.runtime.layers.stateful.delta_layout import CHUNK, Piece, Singles
+from server.engine.runtime.layers.stateful import pieces
+from server.engine.runtime.layers.stateful.pieces import CHUNK, Piece, Singles
 from tests.engine.interpreted import run_interpreted
 
 _LENGTHS, _SLOTS = (1, 70, 2, 0, 64, 130, 5), (6, 0, -1, 2, 3, 4, 7)
@@ -47,7 +47,7 @@ def check(
 def check_all(dtype: torch.dtype, device: str) -> None:
     slots = torch.tensor(_SLOTS, dtype=torch.int32, device=device)
     has_state = torch.tensor(_HAS_STATE, device=device)
-    (piece,) = delta_layout.layout(1 << 14, _LENGTHS, slots, has_state).pieces
+    (piece,) = pieces.layout(1 << 14, _LENGTHS, slots, has_state).pieces
     for has_bias in (False, True):
         check(piece, _LENGTHS, _SLOTS, _HAS_STATE, CHUNK, has_bias, dtype)
         singles = Singles.of(8, torch.device(device)).piece(slots[:5])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.runtime.layers.stateful import delta_chunks, delta_layout
+from server.engine.runtime.layers.stateful import delta_chunks, pieces
 from server.engine.runtime.states.kinds import LONG_CHUNK
 from tests.engine.interpreted import run_interpreted
 from tests.nf4_kernels.gated_delta_layers import Layer, Sequence, flags, indices, is_close, random_layer
@@ -19,26 +19,26 @@ from tests.nf4_kernels.gated_delta_layers import Layer, Sequence, flags, indices
 def test_pieces_cover_all_rows_in_order() -> None:
     layer = random_layer((1, 2, 16, 16), slots=4)
     p = layer.tensors(layer.inputs(300))
-    parts = list(delta_layout._cut([100, 0, 30, 170], 128))
+    parts = list(pieces._cut([100, 0, 30, 170], 128))
     assert parts == [
         (0, [(0, 100, False), (2, 28, False)]),
         (128, [(2, 2, True), (3, 126, False)]),
         (256, [(3, 44, True)]),
     ]
-    at = delta_layout.layout(
-        delta_layout.max_tokens(p), [100, 0, 30, 170], indices(3, 2, 1, -1), flags(False, True, False, True)
+    at = pieces.layout(
+        delta_chunks.max_tokens(p), [100, 0, 30, 170], indices(3, 2, 1, -1), flags(False, True, False, True)
     )
     assert [(piece.begin, piece.end) for piece in at.pieces] == [(0, 300)]
     assert at.pieces[0].bounds.tolist() == [0, 100, 130, 300]
     assert at.pieces[0].chunks.tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1], [2, 2]]
     assert at.pieces[0].slots.tolist() == [3, 1, -1]
     assert at.pieces[0].has_state.tolist() == [False, False, True]
-    assert delta_layout.layout(delta_layout.max_tokens(p), [], indices(), flags()).pieces == []
+    assert pieces.layout(delta_chunks.max_tokens(p), [], indices(), flags()).pieces == []
 
 
 def test_the_largest_model_stays_below_the_bound() -> None:
     layer = random_layer((16, 48, 128, 128), slots=1, dtype=torch.bfloat16)
-    assert 1500 < delta_layout.max_tokens(layer.tensors(layer.inputs(1))) < 2600
+    assert 1500 < delta_chunks.max_tokens(layer.tensors(layer.inputs(1))) < 2600
 
 
 def recurrence(
@@ -71,8 +71,8 @@ def check_chunks(layer: Layer, bound: float) -> None:
     for x in inputs:
         x[starts[2] : starts[3]] = x[starts[-1] :] = float("nan")
     p = layer.tensors(inputs)
-    at = delta_layout.layout(
-        delta_layout.max_tokens(p), lengths, indices(*slots, device=device), flags(*has_state, device=device)
+    at = pieces.layout(
+        delta_chunks.max_tokens(p), lengths, indices(*slots, device=device), flags(*has_state, device=device)
     )
     out = delta_chunks.chunks(p, at)
     assert not out[starts[-1] :].any()
@@ -87,7 +87,7 @@ def check_chunks(layer: Layer, bound: float) -> None:
 def check_interpreted() -> None:
     """The launches around fla's, in pieces of 64 tokens."""
     delta_chunks._rule = lambda: recurrence  # type: ignore[assignment]
-    delta_layout.MAX_LIVE_BYTES = 1
+    delta_chunks.MAX_LIVE_BYTES = 1
     check_chunks(random_layer((2, 6, 16, 8), slots=8), 2e-5)
 
 
@@ -110,12 +110,12 @@ def test_configurations_have_the_names_of_kernels() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "dtype"), [((2, 6, 128, 128), torch.bfloat16), ((2, 2, 64, 32), torch.float16)])
-@pytest.mark.parametrize("max_live_bytes", [delta_layout.MAX_LIVE_BYTES, 1])
+@pytest.mark.parametrize("max_live_bytes", [delta_chunks.MAX_LIVE_BYTES, 1])
 def test_fla_gives_the_recurrence(
     heads: tuple[int, int, int, int], dtype: torch.dtype, max_live_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one piece, and in pieces of 64 tokens."""
-    monkeypatch.setattr(delta_layout, "MAX_LIVE_BYTES", max_live_bytes)
+    monkeypatch.setattr(delta_chunks, "MAX_LIVE_BYTES", max_live_bytes)
     layer = random_layer(heads, slots=8, dtype=dtype, device="cuda")
     assert delta_chunks.takes(layer.tensors(layer.inputs(1)), LONG_CHUNK)
     check_chunks(layer, 2e-2)

@@ -11,8 +11,8 @@ import torch
 
 from nf4_kernels.gated_delta_params import Sequences
 from nf4_kernels.mamba2_params import Mamba2
-from server.engine.runtime.layers.stateful import delta_layout, mamba2_cuda
-from server.engine.runtime.layers.stateful.delta_layout import Singles
+from server.engine.runtime.layers.stateful import mamba2_cuda, pieces
+from server.engine.runtime.layers.stateful.pieces import Singles
 from tests.engine.interpreted import run_interpreted
 from tests.nf4_kernels.mamba2_layers import check, random_layer
 
@@ -25,7 +25,7 @@ def run(p: Mamba2, lengths: tuple[int, ...], sequences: Sequences) -> torch.Tens
     p.z.nan_to_num_(0.0)
     if sequences.has_state is None:
         return mamba2_cuda.step(p, Singles.of(8, p.z.device).piece(sequences.slots))
-    at = delta_layout.layout(mamba2_cuda.max_tokens(p), lengths, sequences.slots, sequences.has_state)
+    at = pieces.layout(mamba2_cuda.max_tokens(p), lengths, sequences.slots, sequences.has_state)
     return mamba2_cuda.chunks(p, at)
 
 
@@ -44,7 +44,7 @@ def recurrence(
 
 def check_interpreted() -> None:
     """All launches in pieces of 64 tokens, and those around fla's."""
-    delta_layout.MAX_LIVE_BYTES = mamba2_cuda.MAX_LIVE_BYTES = 1
+    mamba2_cuda.MAX_LIVE_BYTES = 1
     for shape, changes in (
         ((6, 16, 24, 2), {}),
         ((3, 5, 20, 1), {"norm_weight": None, "conv_bias": None}),

@@ -11,7 +11,7 @@ from server.checkpoint.states import STATE_KINDS, attends, has_states, kinds_of_
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import LayerShape
 from server.engine.runtime.attention.kernels.kv_cache import bytes_per_token, stored_dtype
-from server.engine.runtime.layers.stateful.delta_layout import MAX_LIVE_BYTES
+from server.engine.runtime.layers.stateful.pieces import MAX_LIVE_BYTES
 from server.engine.runtime.states.kinds import gated_delta, mamba2, short_convolution
 
 _MAMBA2_NAMES = (

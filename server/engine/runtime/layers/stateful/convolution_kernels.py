@@ -7,7 +7,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from nf4_kernels.cuda.device import capability
-from server.engine.runtime.layers.stateful.delta_layout import Piece
+from server.engine.runtime.layers.stateful.pieces import Piece
 from server.engine.runtime.layers.stateful.state_kernels import shift, shift_one, taps_of
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nf4_kernels.gated_delta_params import GatedDelta
-from server.engine.runtime.layers.stateful.delta_layout import Layout, Piece
+from server.engine.runtime.layers.stateful.pieces import CHUNK, MAX_LIVE_BYTES, Layout, Piece
 from server.engine.runtime.states.kinds import LONG_CHUNK
 
 _CONFIGS = Path(__file__).with_name("fla_configs")
@@ -36,6 +36,15 @@ def takes(p: GatedDelta, longest: int) -> bool:
 def has_fla() -> bool:
     """Whether fla-core is installed."""
     return importlib.util.find_spec("fla") is not None
+
+
+def max_tokens(p: GatedDelta) -> int:
+    """Tokens of which all tensors between qkv and the result fit into MAX_LIVE_BYTES."""
+    width = p.qkv.element_size()
+    heads, keys = p.num_value_heads, p.num_key_heads * p.key_dim
+    # q, k; v, u, the new v, o; w; the chunk's matrix; gates; a state for each chunk.
+    elements = 2 * keys + heads * (4 * p.value_dim + p.key_dim + CHUNK + p.key_dim * p.value_dim // CHUNK)
+    return int(MAX_LIVE_BYTES / (elements * width + heads * 12)) // CHUNK * CHUNK
 
 
 def chunks(p: GatedDelta, at: Layout) -> torch.Tensor:

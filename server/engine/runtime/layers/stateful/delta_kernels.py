@@ -9,7 +9,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from nf4_kernels.gated_delta_params import GatedDelta
-from server.engine.runtime.layers.stateful.delta_layout import CHUNK, Piece
+from server.engine.runtime.layers.stateful.pieces import CHUNK, Piece
 from server.engine.runtime.layers.stateful.state_kernels import softplus, taps_of
 
 _NORM_ROWS = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from nf4_kernels import mamba2
 from nf4_kernels.gated_delta_params import Sequences
 from nf4_kernels.mamba2_params import Mamba2
 from server.engine.runtime.layers.norm import Norm
-from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
-from server.engine.runtime.layers.stateful import delta_layout, mamba2_cuda
-from server.engine.runtime.layers.stateful.delta_layout import Singles
-from server.engine.runtime.layers.stateful.state_layers import StateMixer, in_parts
+from server.engine.runtime.layers.projection import projection_of
+from server.engine.runtime.layers.stateful import mamba2_cuda
+from server.engine.runtime.layers.stateful.pieces import Singles, layout_of
+from server.engine.runtime.layers.stateful.state_layers import JoinedMixer, in_parts
 from server.engine.runtime.states import kinds
 from server.engine.runtime.states.kinds import StateKind
 from server.engine.runtime.states.pool import StatePool, StateStep
@@ -57,22 +57,16 @@ class Mamba2Rule:
         parts = dict(module.named_children())
         modules = parts["in_proj"], parts["out_proj"]
         first, last = map(projection_of, modules)
-        singles = Singles.of(max(pool.max_num_seqs, 2), pool.device)
-        return Mamba2Mixer(first, last, modules, self, singles, pool, *pool.of_layer(index))
+        singles = Singles.of(pool.max_num_seqs, pool.device)
+        return Mamba2Mixer(first, last, modules, pool, self, singles, *pool.of_layer(index))
 
 
 @dataclass(frozen=True)
-class Mamba2Mixer(StateMixer):
-    """A layer's mixer over states in a pool."""
+class Mamba2Mixer(JoinedMixer):
+    """A layer's mixer over states in a pool. The input's columns: the gate, what is convolved, the heads' rates."""
 
-    input: Projection
-    """Columns: the gate, what is convolved, the heads' rates."""
-    output: Projection
-    modules: tuple[nn.Module, nn.Module]
-    """Those of the input and of the output."""
     rule: Mamba2Rule
     singles: Singles
-    pool: StatePool
     conv_state: torch.Tensor
     """[slots, C, K - 1] of the pool."""
     state: torch.Tensor
@@ -89,11 +83,6 @@ class Mamba2Mixer(StateMixer):
         if rule.column_multipliers is not None:
             columns = columns * rule.column_multipliers
         return self.output(self._advanced(columns), residual=residual)
-
-    def by_modules(self) -> Mamba2Mixer:
-        """See StateMixer."""
-        first, last = map(ModuleProjection, self.modules)
-        return replace(self, input=first, output=last)
 
     def _advanced(self, columns: torch.Tensor) -> torch.Tensor:
         """[T, heads * head_dim] of the projection's columns [T, n]; the states go on by T tokens."""
@@ -113,10 +102,8 @@ class Mamba2Mixer(StateMixer):
     def _chunks(self, p: Mamba2, step: StateStep) -> torch.Tensor:
         if not p.xbc.is_cuda:
             return mamba2.run(p, Sequences(step.chunks, step.query_start_loc, step.has_state))
-        kind = self.rule.kind
-        if kind not in step.shared:
-            step.shared[kind] = delta_layout.layout_of(step, p.xbc.shape[0], mamba2_cuda.max_tokens(p))
-        return mamba2_cuda.chunks(p, step.shared[kind])
+        at = layout_of(step, self.rule.kind, p.xbc.shape[0], mamba2_cuda.max_tokens(p))
+        return mamba2_cuda.chunks(p, at)
 
     def _tensors(self, columns: torch.Tensor) -> Mamba2:
         rule = self.rule

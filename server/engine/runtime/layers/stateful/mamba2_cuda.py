@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from nf4_kernels.mamba2_params import Mamba2
 from server.engine.runtime.layers.stateful.delta_chunks import has_fla
-from server.engine.runtime.layers.stateful.delta_layout import CHUNK, MAX_LIVE_BYTES, Layout, Piece
+from server.engine.runtime.layers.stateful.pieces import CHUNK, MAX_LIVE_BYTES, Layout, Piece
 from server.engine.runtime.states.kinds import LONG_CHUNK
 
 

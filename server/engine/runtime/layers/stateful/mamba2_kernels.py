@@ -7,7 +7,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from nf4_kernels.mamba2_params import Mamba2
-from server.engine.runtime.layers.stateful.delta_layout import Piece
+from server.engine.runtime.layers.stateful.pieces import Piece
 from server.engine.runtime.layers.stateful.state_kernels import shift, softplus, taps_of
 
 _CHANNELS = 64

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from server.engine.runtime.layers.norm import Norm
-from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
-from server.engine.runtime.layers.stateful.delta_layout import CHUNK, Singles, layout_of
-from server.engine.runtime.layers.stateful.state_layers import StateMixer, in_parts
+from server.engine.runtime.layers.projection import projection_of
+from server.engine.runtime.layers.stateful.pieces import CHUNK, Singles, layout_of
+from server.engine.runtime.layers.stateful.state_layers import JoinedMixer, in_parts
 from server.engine.runtime.states.kinds import StateKind, short_convolution
 from server.engine.runtime.states.pool import StatePool, StateStep
 
 _NAMES = {"in_proj", "conv", "out_proj"}
-_SHARED = "short convolution"
 
 
 @dataclass(frozen=True)
-class ShortConvolution(StateMixer):
+class ShortConvolution(JoinedMixer):
     """output(c * convolution(b * y)), where b, c and y are thirds of the input projection's columns."""
 
-    input: Projection
-    output: Projection
-    modules: tuple[nn.Module, nn.Module]
-    """Those of the input and of the output."""
+    kind: StateKind
     weight: torch.Tensor
     """float32 [C, K]."""
     bias: torch.Tensor | None
     """float32 [C]."""
     singles: Singles
-    pool: StatePool
     state: torch.Tensor
     """[slots, C, K - 1] of the pool: the latest inputs of the convolution, the oldest first."""
 
@@ -44,11 +39,6 @@ class ShortConvolution(StateMixer):
         found = self._launched(columns) if columns.is_cuda else c * self._convolved(b * y)
         return self.output(found, residual=residual)
 
-    def by_modules(self) -> ShortConvolution:
-        """See StateMixer."""
-        first, last = map(ModuleProjection, self.modules)
-        return replace(self, input=first, output=last)
-
     def _launched(self, columns: torch.Tensor) -> torch.Tensor:
         """c * convolution(b * y) of columns [T, 3 C] on CUDA; the states go on by T tokens."""
         # Triton is not installed without CUDA.
@@ -58,9 +48,7 @@ class ShortConvolution(StateMixer):
         parameters = self.weight, self.bias, self.state
 
         def chunks(rows: torch.Tensor) -> torch.Tensor:
-            if _SHARED not in step.shared:
-                step.shared[_SHARED] = layout_of(step, rows.shape[0], rows.shape[0])
-            (piece,) = step.shared[_SHARED].pieces
+            (piece,) = layout_of(step, self.kind, rows.shape[0], rows.shape[0]).pieces
             return convolve(rows, *parameters, piece, CHUNK)
 
         return in_parts(
@@ -88,9 +76,9 @@ class ShortConvolution(StateMixer):
 
     def _chunks(self, x: torch.Tensor, step: StateStep) -> torch.Tensor:
         taps, slots = self.weight.shape[1], step.chunks.long()
-        if _SHARED not in step.shared:
-            step.shared[_SHARED] = _places(step.query_start_loc.long(), x.shape[0], taps)
-        of_tokens, of_states = step.shared[_SHARED]
+        if self.kind not in step.shared:
+            step.shared[self.kind] = _places(step.query_start_loc.long(), x.shape[0], taps)
+        of_tokens, of_states = step.shared[self.kind]
         history = self.state[slots] * step.has_state[:, None, None]
         inputs = torch.cat((history.transpose(1, 2).flatten(0, 1), x))
         self.state[slots] = inputs[of_states].transpose(1, 2)
@@ -143,8 +131,8 @@ class ConvolutionRule:
         own = None if bias is None else bias.detach().float()
         (state,) = pool.of_layer(index)
         first, last = map(projection_of, modules)
-        singles = Singles.of(max(pool.max_num_seqs, 2), pool.device)
-        return ShortConvolution(first, last, modules, weight, own, singles, pool, state)
+        singles = Singles.of(pool.max_num_seqs, pool.device)
+        return ShortConvolution(first, last, modules, pool, self.kind, weight, own, singles, state)
 
 
 def read_convolution(module: nn.Module) -> ConvolutionRule | None:

@@ -6,7 +6,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from server.engine.runtime.layers.stateful.delta_layout import Piece
+from server.engine.runtime.layers.stateful.pieces import Piece
 
 _STATE_BLOCK = 4096
 _CHANNELS = 256

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
 from torch import nn
 
 from server.engine.runtime.layers.norm import Norm
+from server.engine.runtime.layers.projection import ModuleProjection, Projection
 from server.engine.runtime.states.kinds import StateKind
 from server.engine.runtime.states.pool import StatePool, StateStep
 
@@ -31,6 +32,22 @@ class StateMixer(ABC):
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Hidden states [1, T, width] to the same shape, as transformers' module of it is called."""
         return self(hidden_states.view(-1, hidden_states.shape[-1]), None, None, None).view(hidden_states.shape)
+
+
+@dataclass(frozen=True)
+class JoinedMixer(StateMixer):
+    """A mixer over states in a pool that has one projection of its input and one of its output."""
+
+    input: Projection
+    output: Projection
+    modules: tuple[nn.Module, nn.Module]
+    """Those of the input and of the output."""
+    pool: StatePool
+
+    def by_modules(self) -> Self:
+        """See StateMixer."""
+        first, last = map(ModuleProjection, self.modules)
+        return replace(self, input=first, output=last)
 
 
 def in_parts(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from nf4_kernels.gated_delta_params import GatedDelta
+from server.engine.runtime.states.kinds import StateKind
 from server.engine.runtime.states.pool import StateStep
 
 CHUNK = 64
-"""Tokens that a program of the convolution takes, and a chunk of the rule has."""
+"""Tokens that a program of a convolution takes, and a chunk of fla's has."""
 MAX_LIVE_BYTES = 200 << 20
 """Of the tensors of a piece of a step, those of fla included."""
 
@@ -55,11 +55,15 @@ def layout(max_rows: int, lengths: Sequence[int], slots: torch.Tensor, has_state
     return Layout(pieces, max(lengths, default=0))
 
 
-def layout_of(step: StateStep, tokens: int, max_rows: int) -> Layout:
-    """layout() of a step's chunks, which have T = `tokens` rows. That of a graph is one piece."""
-    if step.is_captured:
-        return Layout([_captured(step, tokens)], step.longest)
-    return layout(max_rows, step.lengths, step.chunks, step.has_state)
+def layout_of(step: StateStep, kind: StateKind, tokens: int, max_rows: int) -> Layout:
+    """layout() of a step's chunks, T = `tokens` rows, made once for all layers of a kind. That of a graph is one piece."""
+    if kind not in step.shared:
+        if step.is_captured:
+            step.shared[kind] = Layout([_captured(step, tokens)], step.longest)
+        else:
+            step.shared[kind] = layout(max_rows, step.lengths, step.chunks, step.has_state)
+    found: Layout = step.shared[kind]
+    return found
 
 
 def _captured(step: StateStep, tokens: int) -> Piece:
@@ -83,24 +87,15 @@ class Singles:
 
     @classmethod
     def of(cls, max_sequences: int, device: torch.device) -> Singles:
-        """For up to max_sequences sequences."""
-        bounds = torch.arange(max_sequences + 1, device=device)
+        """For up to max_sequences sequences, and for the two that run in the check of a start."""
+        bounds = torch.arange(max(2, max_sequences) + 1, device=device)
         chunks = torch.stack((bounds[:-1], torch.zeros_like(bounds[:-1])), 1)
-        return cls(bounds, chunks, torch.ones(max_sequences, dtype=torch.bool, device=device))
+        return cls(bounds, chunks, torch.ones_like(bounds[:-1], dtype=torch.bool))
 
     def piece(self, slots: torch.Tensor) -> Piece:
         """The piece of sequences at these slots, all of which go on."""
         count = slots.shape[0]
         return Piece(0, count, self.bounds[: count + 1], self.chunks[:count], slots, self.has_state[:count])
-
-
-def max_tokens(p: GatedDelta) -> int:
-    """Tokens of which all tensors between qkv and the result fit into MAX_LIVE_BYTES."""
-    width = p.qkv.element_size()
-    heads, keys = p.num_value_heads, p.num_key_heads * p.key_dim
-    # q, k; v, u, the new v, o; w; the chunk's matrix; gates; a state for each chunk.
-    elements = 2 * keys + heads * (4 * p.value_dim + p.key_dim + CHUNK + p.key_dim * p.value_dim // CHUNK)
-    return int(MAX_LIVE_BYTES / (elements * width + heads * 12)) // CHUNK * CHUNK
 
 
 def _cut(lengths: Sequence[int], max_rows: int) -> Iterator[tuple[int, list[tuple[int, int, bool]]]]:
