@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from server.config import LoraModule
+from server.engine.core import Engine
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.step import Step
@@ -55,6 +56,12 @@ def adapter(model: Any, tmp_path_factory: pytest.TempPathFactory) -> LoraModule:
     return LoraModule(name="a", path=folder)
 
 
+@pytest.fixture(scope="module")
+def plain(model: Any, adapter: LoraModule, embedded_folder: Path) -> Engine:
+    """An engine without speculation."""
+    return make_engine(model, adapter, embedded_folder)
+
+
 # 41 blocks hold two or so of the sequences, so many are preempted.
 KINDS: dict[str, tuple[type[ModelRunner], int]] = {
     "wide": (ModelRunner, 240), "tight": (ModelRunner, 41), "async": (LaunchingRunner, 41),
@@ -76,10 +83,10 @@ def test_answers_are_the_same_with_and_without(
     model: Any,
     adapter: LoraModule,
     embedded_folder: Path,
+    plain: Engine,
 ) -> None:
     runner_type, blocks = KINDS[kind]
     chance = random.Random(f"{runner_type.__name__} {blocks}")
-    plain = make_engine(model, adapter, embedded_folder)
     drafting = make_engine(model, adapter, embedded_folder, runner_type, blocks, **METHODS[method])
     others: list[list[int]] = []
     checked = 0
@@ -119,14 +126,13 @@ def test_answers_are_the_same_with_and_without(
 
 @pytest.mark.parametrize("method", ["lookup", pytest.param("draft", marks=pytest.mark.rest)])
 def test_steps_with_draft_tokens_that_are_read_after_the_next_message(
-    method: str, model: Any, adapter: LoraModule, embedded_folder: Path
+    method: str, model: Any, adapter: LoraModule, embedded_folder: Path, plain: Engine
 ) -> None:
     """As on a GPU a step with draft tokens is launched, and requests come and go before its tokens are read."""
     chance = random.Random(method)
-    plain = make_engine(model, adapter, embedded_folder)
     drafting = make_engine(model, adapter, embedded_folder, LaunchingRunner, 60, **METHODS[method])
     unfinished = 0
-    for wave in range(3):
+    for wave in range(2):
         requests = [sampled_on_a_gpu(request) for request in some_requests(chance, wave, [])]
         expected, _ = run_wave(plain, requests, None)
         got, cancelled = run_wave(drafting, requests, chance)
@@ -143,16 +149,15 @@ def test_steps_with_draft_tokens_that_are_read_after_the_next_message(
         assert drafting.stats().kv_blocks_used == 0
     stats, runner = drafting.stats(), drafting._runner
     assert isinstance(runner, LaunchingRunner)
-    assert runner.launched_drafts > 15
+    assert runner.launched_drafts > 8
     assert 0 < unfinished < 30
     assert stats.preemptions > 0
     assert stats.draft_tokens > sum(stats.accepted_by_place) > 20
 
 
 def test_a_step_brings_several_tokens_and_says_how_many_were_accepted(
-    model: Any, adapter: LoraModule, embedded_folder: Path
+    model: Any, adapter: LoraModule, embedded_folder: Path, plain: Engine
 ) -> None:
-    plain = make_engine(model, adapter, embedded_folder)
     drafting = make_engine(model, adapter, embedded_folder, speculation="lookup")
     # With this bias nothing else comes.
     request = make_request([5, 6, 7] * 5, max_tokens=40, logit_bias={9: 100.0}, ignore_eos=True)
@@ -181,9 +186,9 @@ def test_draft_tokens_under_a_grammar(
     model: Any,
     adapter: LoraModule,
     embedded_folder: Path,
+    plain: Engine,
 ) -> None:
     """Draft tokens are cut where the grammar refuses them; the answer is the one without them."""
-    plain = make_engine(model, adapter, embedded_folder)
     drafting = make_engine(model, adapter, embedded_folder, speculation=method)
     checked: list[tuple[int, int]] = []
     execute = drafting._runner.execute
@@ -216,10 +221,9 @@ def test_draft_tokens_under_a_grammar(
 
 
 def test_grammars_that_refuse_all_draft_tokens_of_some_sequences(
-    model: Any, adapter: LoraModule, embedded_folder: Path
+    model: Any, adapter: LoraModule, embedded_folder: Path, plain: Engine
 ) -> None:
     """A step in which only some of the sequences that were to have draft tokens keep any is computed as it is."""
-    plain = make_engine(model, adapter, embedded_folder)
     drafting = make_engine(model, adapter, embedded_folder, speculation="lookup")
     # What followed before is mostly refused.
     order = "".join("(abc){4}(acb){4}" for _ in range(3))
@@ -246,9 +250,10 @@ def test_grammars_that_refuse_all_draft_tokens_of_some_sequences(
 
 
 @pytest.mark.parametrize("penalty", [0.9, pytest.param(1.1, marks=pytest.mark.rest)])
-def test_draft_tokens_under_penalties(penalty: float, model: Any, adapter: LoraModule, embedded_folder: Path) -> None:
+def test_draft_tokens_under_penalties(
+    penalty: float, model: Any, adapter: LoraModule, embedded_folder: Path, plain: Engine
+) -> None:
     """Each place is sampled with the penalties of the draft tokens in front of it."""
-    plain = make_engine(model, adapter, embedded_folder)
     drafting = make_engine(model, adapter, embedded_folder, speculation="lookup")
     requests = [
         make_request([5, 6, 7 + seed] * 5, max_tokens=60, temperature=t, seed=seed, ignore_eos=True, **penalties)
