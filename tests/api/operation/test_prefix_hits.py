@@ -13,6 +13,8 @@ import pytest
 from tests.clients.random_model import write_random_model
 from tests.conftest import start_server
 
+# tests/engine/test_hybrid_prefixes.py has the same without a server.
+pytestmark = pytest.mark.rest
 WORDS = ("the", "a", "river", "stone", "house", "light", "walks", "into", "green", "old", "seven", "of", "and", "sees")
 
 
