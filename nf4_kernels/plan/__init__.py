@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from nf4_kernels.plan.dequantize import Dequantize, dequantize_cost, slice_rows
 from nf4_kernels.plan.limits import COUNTERS, NORM_K, PREFETCH_BYTES, WORKSPACE_BYTES
-from nf4_kernels.plan.mma import MMA_COSTS, MMA_TOKENS, Mma, mma_candidates, mma_cost
+from nf4_kernels.plan.mma import MMA_COSTS, MMA_TOKENS, WHOLE_INSTANCES, Mma, mma_candidates, mma_cost
 from nf4_kernels.plan.posed import posed_dequantize_cost, posed_rows_cost
 from nf4_kernels.plan.rows import (
     GROUP_ROWS,
@@ -42,6 +42,7 @@ __all__ = (
     "SMALL_INSTANCES",
     "WGMMA_INSTANCES",
     "WGMMA_TOKENS",
+    "WHOLE_INSTANCES",
     "WORKSPACE_BYTES",
     "Dequantize",
     "Mma",

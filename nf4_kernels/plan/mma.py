@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nf4_kernels.plan.limits import COUNTERS, NORM_K
 
@@ -15,10 +16,11 @@ K_STEP = 64
 MMA_TOKENS = range(1, 129)
 """With more tokens dequantization + cuBLAS was measured to be faster."""
 # The instances of csrc/cuda/mma_sm80/instances.cuh, by warps and the tokens of a tile -> a launch without any k step and a k
-# step, in microseconds on an H100 that ran code for sm_86, fitted to bench/results/posed-86-nvidia-h100.json.
+# step, in microseconds on an H100 that ran code for sm_86, fitted to bench/results/posed-86-nvidia-h100.json;
+# up to 16 tokens on an H200, which is as fast there.
 MMA_COSTS = {
-    (8, 8): (7.6, 0.615),
-    (8, 16): (7.6, 0.706),
+    (8, 8): (11.0, 0.46),
+    (8, 16): (9.5, 0.56),
     (8, 24): (7.8, 0.861),
     (8, 32): (8.0, 0.98),
     (8, 48): (8.7, 1.17),
@@ -27,25 +29,90 @@ MMA_COSTS = {
 }
 
 
+class WholeInstance(NamedTuple):
+    """An instance of csrc/cuda/mma_sm80/whole/."""
+
+    warps: int
+    """The most warps of a thread block, without the one that loads activations."""
+    row_tiles: int
+    """16 weight rows each, of a warp."""
+    chunk: int
+    """k blocks of a k warp in a chunk of activations; four are a step."""
+
+
+WHOLE_INSTANCES = {
+    8: WholeInstance(15, 1, 2),
+    16: WholeInstance(15, 1, 2),
+    24: WholeInstance(15, 1, 1),
+    32: WholeInstance(15, 1, 1),
+    48: WholeInstance(7, 2, 1),
+    64: WholeInstance(7, 2, 1),
+}
+"""By the tokens of a tile."""
+_QUARTER_SLOTS = 128
+"""Tokens of a k block that a chunk may have."""
+# By the tokens of a tile, in microseconds: a launch, what each tile of a thread block but the first one adds, and 64 k of 16
+# rows. Of code for sm_86, fitted to bench/results/posed-86-nvidia-h200.json.
+_WHOLE_COSTS = {
+    8: (10.8, 6.9, 0.0239),
+    16: (11.4, 7.1, 0.0281),
+    24: (13.6, 9.6, 0.0304),
+    32: (19.3, 15.4, 0.0287),
+    48: (9.4, 7.6, 0.0469),
+    64: (11.2, 9.6, 0.0587),
+}
+_MAX_K_WARPS = 2
+"""One warp loads activations: with more it is too slow."""
+_BUSY_TILES = 11
+"""Fewer tiles of 16 rows do not keep a multiprocessor busy."""
+
+
 @dataclass(frozen=True)
 class Mma:
-    """linear_mma: weights decoded into mma.sync's register operand; the fields are MmaPlan of params.h."""
+    """linear_mma: weights decoded into mma.sync's register operand; the fields are MmaPlan of params.h.
+
+    warps: those of a thread block; or minus those that have rows of their own if thread blocks compute whole tiles (whole/).
+    """
 
     tokens: int
     warps: int
     grid: int
 
+    def k_warps(self, k: int) -> int:
+        """Warps that share the k of the same rows: as many as there is room for, or fewer that take no more steps."""
+        if self.warps > 0:
+            return 1
+        instance = WHOLE_INSTANCES[self.tokens]
+        most = min(instance.warps // -self.warps, _QUARTER_SLOTS // (instance.chunk * self.tokens))
+        steps = -(-k // (K_STEP * 4 * most))
+        return -(-k // (K_STEP * 4 * steps))
+
+    @property
+    def tile_rows(self) -> int:
+        """Weight rows of a tile."""
+        return -self.warps * WHOLE_INSTANCES[self.tokens].row_tiles * 16 if self.warps < 0 else TILE_ROWS
+
     def workspace_bytes(self, m: int, n: int, k: int) -> int:
-        """Normalised tokens, should there be any, and partial sums of two tiles for each thread block."""
+        """Normalised tokens, should there be any, and partial sums of two tiles for each thread block if tiles are split."""
         norm = -(-m * k * 2 // 256) * 256 if k <= NORM_K else 0
-        return norm + self.grid * 2 * TILE_ROWS * self.tokens * 4
+        return norm + (self.grid * 2 * TILE_ROWS * self.tokens * 4 if self.warps > 0 else 0)
 
     def __str__(self) -> str:
-        return f"mma: {self.tokens} tokens x {TILE_ROWS} rows, {self.warps} warps, grid {self.grid}"
+        kind = f"{-self.warps} row warps" if self.warps < 0 else f"{self.warps} warps"
+        return f"mma: {self.tokens} tokens x {self.tile_rows} rows, {kind}, grid {self.grid}"
 
 
 def mma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Mma]:
-    """Of instances with as many token tiles the smallest, one or two tiles, on all multiprocessors."""
+    """Launches of whole tiles by the smallest instance that has room for all tokens, and of stream-K.
+
+    Of stream-K's the smallest instances with one or two token tiles, on all multiprocessors.
+    """
+    for tokens in [t for t in WHOLE_INSTANCES if m <= t][:1]:
+        for row_warps in range(1, WHOLE_INSTANCES[tokens].warps + 1):
+            tiles = -(-n // Mma(tokens, -row_warps, 1).tile_rows)
+            whole = Mma(tokens, -row_warps, -(-tiles // -(-tiles // multiprocessors)))
+            if whole.k_warps(k) <= _MAX_K_WARPS:
+                yield whole
     seen = set()
     for warps, tokens in MMA_COSTS:
         token_tiles = -(-m // tokens)
@@ -57,6 +124,13 @@ def mma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Mma
 
 def mma_cost(mma: Mma, m: int, n: int, k: int) -> float:
     """Estimate microseconds of a launch on that H100."""
+    if mma.warps < 0:
+        launch, tile, block = _WHOLE_COSTS[mma.tokens]
+        k_warps = mma.k_warps(k)
+        at_once = -mma.warps * WHOLE_INSTANCES[mma.tokens].row_tiles * k_warps
+        tiles = -(-(-(-n // mma.tile_rows) * -(-m // mma.tokens)) // mma.grid)
+        blocks = tiles * math.ceil(k / (K_STEP * 4 * k_warps)) * 4 * max(at_once, _BUSY_TILES)
+        return launch + tile * (tiles - 1) + block * blocks
     steps = -(-n // TILE_ROWS) * -(-m // mma.tokens) * (k // K_STEP)
     launch, step = MMA_COSTS[mma.warps, mma.tokens]
     return launch + step * math.ceil(steps / mma.grid)

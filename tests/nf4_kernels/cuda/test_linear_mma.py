@@ -12,7 +12,7 @@ from nf4_kernels import cuda
 from nf4_kernels.cuda import launches
 from nf4_kernels.cuda.workspace import workspace_on
 from nf4_kernels.params import ACTIVATIONS
-from nf4_kernels.plan import MMA_COSTS, NORM_K, Mma, mma_candidates, plan
+from nf4_kernels.plan import MMA_COSTS, NORM_K, WHOLE_INSTANCES, Mma, mma_candidates, plan
 from tests.nf4_kernels.cuda import test_fused, test_gated
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, ON_GPU, TOLERANCE, Random, random_weight, relative_error
 from tests.nf4_kernels.cuda.test_shards_cuda import part_of_k, part_of_n
@@ -22,6 +22,16 @@ BFLOAT16 = torch.bfloat16
 HALVES = (torch.bfloat16, torch.float16)
 WARPS = {tokens: warps for warps, tokens in MMA_COSTS}
 """The warps of each instance, by the tokens of its tile."""
+MANY = (
+    (64, 64, 64, True, False),
+    (1, 64, 512, True, False),
+    (63, 192, 128, True, True),
+    (1000, 4160, 64, True, True),
+    (3000, 1024, 64, True, False),
+    (257, 8192, 256, False, False),
+    (520, 2048, 64, False, False),
+)
+"""Weights: n, k, blocksize, whether scales are nested, whether each 256 blocks have an offset."""
 POSED = 86
 """Plans for this capability run on any later one."""
 
@@ -29,6 +39,18 @@ POSED = 86
 def launch(tokens: int, m: int, n: int, k: int, blocks: int) -> Mma:
     """An instance's launch of that many thread blocks, of no more than there are k steps."""
     return Mma(tokens, WARPS[tokens], min(blocks, -(-n // 256) * -(-m // tokens) * (k // 64)))
+
+
+def whole(tokens: int, row_warps: int, m: int, n: int, multiprocessors: int = 132) -> Mma:
+    """A launch of whole tiles, a few for each thread block if there are few multiprocessors."""
+    tiles = -(-n // Mma(tokens, -row_warps, 1).tile_rows) * -(-m // tokens)
+    return Mma(tokens, -row_warps, -(-tiles // -(-tiles // multiprocessors)))
+
+
+def row_warps_of(tokens: int) -> list[int]:
+    """Warps with rows of their own, so that from 1 to as many as there can be share k, and all that an instance has."""
+    warps = WHOLE_INSTANCES[tokens].warps
+    return sorted({1, 2, 3, warps // 3, warps // 2, warps})
 
 
 def check(w: Random, choice: Mma, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,19 +78,22 @@ def test_every_instance_however_its_work_is_split(
     dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles that are whole, in two, in a few and in so many parts that most of them have no share of the reduction."""
-    for n, k, blocksize, nested, offsets in [
-        (64, 64, 64, True, False),
-        (1, 64, 512, True, False),
-        (63, 192, 128, True, True),
-        (1000, 4160, 64, True, True),
-        (3000, 1024, 64, True, False),
-        (257, 8192, 256, False, False),
-        (520, 2048, 64, False, False),
-    ]:
+    for n, k, blocksize, nested, offsets in MANY:
         w = random_weight(n, k, blocksize, nested, offsets)
         for m in (1, tokens - 1, tokens, tokens + 1, 2 * tokens + 3):
             for blocks in (1, 7, 132):
                 check(w, launch(tokens, m, n, k, blocks), m, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("tokens", WHOLE_INSTANCES)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_whole_tiles_of_every_shape(dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With some token tiles, some tiles for a thread block, and rows and k blocks that do not fill the last ones."""
+    for n, k, blocksize, nested, offsets in MANY:
+        w = random_weight(n, k, blocksize, nested, offsets)
+        for row_warps, m in itertools.product(row_warps_of(tokens), (1, tokens - 1, tokens, 2 * tokens + 3)):
+            for multiprocessors in (132, 3):
+                check(w, whole(tokens, row_warps, m, n, multiprocessors), m, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -78,6 +103,8 @@ def test_every_blocksize(blocksize: int, nested: bool, monkeypatch: pytest.Monke
         w = random_weight(n, k, blocksize, nested, offsets=nested)
         for tokens, blocks in itertools.product((8, 48), (5, 132)):
             check(w, launch(tokens, tokens - 3, n, k, blocks), tokens - 3, BFLOAT16, monkeypatch)
+        for tokens, row_warps in itertools.product(WHOLE_INSTANCES, (3, 7)):
+            check(w, whole(tokens, row_warps, tokens - 3, n), tokens - 3, BFLOAT16, monkeypatch)
 
 
 @pytest.mark.parametrize("around", [(0, 4), (300, 0), (1, 2), (128, 384), (7, 250)])
@@ -87,6 +114,8 @@ def test_shards(around: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Non
             for tokens, dtype in itertools.product((8, 24, max(WARPS)), HALVES):
                 for blocks in (5, 132):
                     check(w, launch(tokens, tokens + 1, n, k, blocks), tokens + 1, dtype, monkeypatch)
+            for tokens, dtype, row_warps in itertools.product(WHOLE_INSTANCES, HALVES, (2, 7)):
+                check(w, whole(tokens, row_warps, tokens + 1, n), tokens + 1, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 13, 16, 24, 31, 33, 48, 64, 75, 96, 127, 128, 129, 256])
@@ -110,6 +139,9 @@ def fused_launches(n: int, k: int) -> Iterator[tuple[Mma, int]]:
     for tokens in (8, 32, max(WARPS)):
         for m, blocks in ((tokens, 132), (2 * tokens + 1, 5), (tokens - 1, 3), (2 * tokens, 1)):
             yield launch(tokens, m, n, k, blocks), m
+    for tokens, row_warps in itertools.product(WHOLE_INSTANCES, (2, 7)):
+        for m, multiprocessors in ((tokens, 132), (2 * tokens + 1, 2)):
+            yield whole(tokens, row_warps, m, n, multiprocessors), m
 
 
 @pytest.mark.parametrize(("n", "k"), [(1000, 4160), (193, 448), (63, NORM_K), (64, 64)])
@@ -186,7 +218,8 @@ def test_results_do_not_change_from_run_to_run(m: int, monkeypatch: pytest.Monke
 def test_what_a_launch_cannot_do_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     w = random_weight(64, 128)
     x = torch.randn(2, 128, device=DEVICE, dtype=BFLOAT16)
-    for wrong in (Mma(8, 4, 1), Mma(40, 8, 1), Mma(8, WARPS[8], 3), Mma(8, WARPS[8], 0)):
+    stream_k = (Mma(8, 4, 1), Mma(40, 8, 1), Mma(8, WARPS[8], 3), Mma(8, WARPS[8], 0))
+    for wrong in (*stream_k, Mma(8, -17, 1), Mma(8, -2, 3), Mma(16, -1, 5)):
         monkeypatch.setattr(launches, "_plan", lambda *_, wrong=wrong: wrong)
         with pytest.raises(cuda.KernelError, match="mma"):
             w.linear(x)

@@ -120,8 +120,4 @@ struct MmaShape {
   }
 };
 
-// The address of a token's 16-byte piece: pieces of odd tokens are swapped in pairs, so that the reads of a quarter warp (every
-// other piece of two tokens) lie in different banks.
-__device__ __forceinline__ int piece_offset(int token, int piece) { return (piece ^ (token & 1)) * 16; }
-
 }  // namespace nf4

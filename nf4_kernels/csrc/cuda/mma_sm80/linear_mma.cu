@@ -4,6 +4,7 @@
 #include "instances.cuh"
 #include "linear_mma.cuh"
 #include "norm.cuh"
+#include "whole/launch.cuh"
 
 namespace nf4 {
 namespace {
@@ -48,7 +49,7 @@ cudaError_t validate(const Nf4Linear& linear, const MmaPlan& plan) {
   if (linear.norm_weight && linear.dtype != NF4_BFLOAT16) return cudaErrorInvalidValue;
   int64_t tiles = (w.n + kMmaRows - 1) / kMmaRows * ((linear.m + plan.tokens - 1) / plan.tokens);
   int64_t steps = tiles * (w.k / 64);
-  if (steps >= int64_t{1} << 31 || plan.grid > steps) return cudaErrorInvalidValue;
+  if (steps >= int64_t{1} << 31 || (plan.warps > 0 && plan.grid > steps)) return cudaErrorInvalidValue;
   if (reserves_shared_memory() && device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) {
     return cudaErrorNotSupported;
   }
@@ -59,11 +60,9 @@ MmaArgs build_args(const Nf4Linear& linear, const MmaPlan& plan) {
   const Nf4Weight& w = linear.weight;
   MmaArgs args{};
   args.weight = w;
-  args.x = linear.x;
   args.bias = linear.bias;
   args.residual = linear.residual;
   args.out = linear.out;
-  args.partials = static_cast<float4*>(linear.workspace);
   args.counters = linear.counters;
   args.clock = linear.clock;
   args.m = static_cast<int>(linear.m);
@@ -85,18 +84,24 @@ MmaArgs build_args(const Nf4Linear& linear, const MmaPlan& plan) {
 }  // namespace nf4
 
 // Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits the plan. A norm is a launch in front, which
-// leaves normalised tokens at the beginning of the workspace.
+// leaves normalised tokens at the beginning of the workspace. Minus some warps: whole tiles, whose rows so many warps of a thread
+// block have (whole/).
 NF4_EXPORT int nf4_cuda_linear_mma(const Nf4Linear* linear, const MmaPlan* plan) {
   cudaError_t status = nf4::validate(*linear, *plan);
   if (status != cudaSuccess) return status;
-  nf4::MmaArgs args = nf4::build_args(*linear, *plan);
   auto stream = static_cast<cudaStream_t>(linear->stream);
+  const void* x = linear->x;
+  char* workspace = static_cast<char*>(linear->workspace);
   if (linear->norm_weight) {
     status = nf4::launch_norm(*linear, stream);
     if (status != cudaSuccess) return status;
-    args.x = linear->workspace;
-    args.partials = reinterpret_cast<float4*>(static_cast<char*>(linear->workspace) + nf4::norm_bytes(*linear));
+    x = workspace;
+    workspace += nf4::norm_bytes(*linear);
   }
+  if (plan->warps < 0) return nf4::launch_whole(*linear, x, plan->tokens, -plan->warps, plan->grid);
+  nf4::MmaArgs args = nf4::build_args(*linear, *plan);
+  args.x = x;
+  args.partials = reinterpret_cast<float4*>(workspace);
 #define NF4_INSTANCE(warps_, tiles_)                                                                \
   if (plan->warps == warps_ && plan->tokens == tiles_ * 8) {                                        \
     return nf4::launch_instance<warps_, tiles_>(args, linear->dtype, plan->grid, stream);           \

@@ -14,29 +14,9 @@
 
 #include "epilogue.cuh"
 #include "loads.cuh"
+#include "table.cuh"
 
 namespace nf4 {
-
-// Fills all copies of the table's entries.
-template <typename T, int kThreads>
-__device__ __forceinline__ void fill_table(char* shared) {
-  constexpr float codes[16] = {NF4_CODEBOOK};
-  float code = codes[0];
-#pragma unroll
-  for (int i = 1; i < 16; ++i) code = threadIdx.x % 16 == i ? codes[i] : code;
-#pragma unroll
-  for (int first = 0; first < 256; first += kThreads) {
-    int entry = first + threadIdx.x;
-    float high = __shfl_sync(~0u, code, entry / 16);
-    unsigned pair = pack2<T>(high * kStretch, code * kStretch);
-    if (entry >= 256) return;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      // Neighbouring threads write different banks.
-      *reinterpret_cast<uint4*>(shared + entry * kTableStride + (i + entry) % 8 * 16) = make_uint4(pair, pair, pair, pair);
-    }
-  }
-}
 
 // The A registers of a k step: those of a warp's m16 tiles, each for four times 16 k.
 template <typename Shape>
@@ -65,13 +45,6 @@ struct Codes {
                  : "r"(__byte_perm(word, lane_offset, 0x7504 | (s % 2 * 2 + r / 2) << 4)), "n"(kSharedBase));
   }
 };
-
-// The B operands of 32 k and 8 tokens.
-__device__ __forceinline__ uint4 load_operand(unsigned from) {
-  uint4 to;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "r"(from));
-  return to;
-}
 
 // Multiplies one k step, in blocks of some token tiles and 16 k. between(block) runs after each.
 template <typename T, typename Shape, typename Between>
@@ -113,9 +86,6 @@ __device__ __forceinline__ void multiply_step(float (&acc)[Shape::kRowTiles][Sha
   }
 }
 
-// Keeps the compiler from computing a value again where it is used.
-__device__ __forceinline__ void keep(unsigned& value) { asm volatile("" : "+r"(value)); }
-
 template <typename T, int kWarps, int kTiles>
 __global__ void __launch_bounds__(kWarps * 32, 1) linear_mma(const __grid_constant__ MmaArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -139,7 +109,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) linear_mma(const __grid_consta
   ActivationsLoader<T, Shape> activations_loader(args, base, first);
   Scales<Shape> scales(args, first);
   scales.load(args, 0, count);
-  fill_table<T, Shape::kThreads>(shared);
+  fill_table<T>(shared);
   float* code = reinterpret_cast<float*>(shared + Shape::kScaleCode);
   if (args.weight.absmax_8bit) {
     for (int i = threadIdx.x; i < 256; i += Shape::kThreads) code[i] = __ldg(args.weight.absmax_code + i);
@@ -227,7 +197,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) linear_mma(const __grid_consta
       while (index < end) step(operands, operands);
     }
     if (whole) {
-      Writer<T, Shape> writer(args, at);
+      Writer<T, MmaArgs> writer = writer_of<T, Shape>(args, at);
 #pragma unroll
       for (int i = 0; i < Shape::kRowTiles; ++i) {
 #pragma unroll

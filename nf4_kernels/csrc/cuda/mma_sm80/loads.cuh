@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layout.cuh"
+#include "table.cuh"
 
 namespace nf4 {
 
@@ -25,24 +26,9 @@ __device__ __forceinline__ void copy_codes(unsigned target, const void* source, 
 #endif
 }
 
-// Copies 16 bytes, or writes as many zeros.
-__device__ __forceinline__ void copy_or_zero(unsigned target, const void* source, bool valid) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
-               : "memory");
-#endif
-}
-
 __device__ __forceinline__ void copies_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// The barrier counts this thread's arrival once its copies so far have landed.
-__device__ __forceinline__ void copies_arrive(unsigned barrier) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 #endif
 }
 

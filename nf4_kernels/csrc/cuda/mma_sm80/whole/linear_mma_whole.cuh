@@ -1,0 +1,214 @@
+// GEMM of few tokens with an NF4 weight on mma.sync, from Ampere on: thread blocks compute whole tiles.
+//
+// A tile is 16 or 32 weight rows (the m of mma m16n8k16) for each of a thread block's row warps x 8 to 64 tokens. Where a thread
+// block has more warps than its rows take, k warps share the k of the same rows and add up their sums in shared memory. So no
+// thread block waits for another one, and none begins or ends within a tile.
+//   codes of its rows are loaded into registers a step ahead, in bitsandbytes' order
+//   a producer warp loads activations into a ring that all share
+//   a byte is two neighbouring k of a row, which is one A register: a table of 256 entries has it, with a copy for each bank
+//   the sums of 64 k are multiplied by the rows' scales and added up in float32
+//
+// Within 64 k, lane t of a quad takes weights 16t..16t+15 (8 contiguous bytes), and the activations are picked to match.
+#pragma once
+
+#include "../writer.cuh"
+#include "loads.cuh"
+
+namespace nf4 {
+
+// The A registers of a k block, for four times 16 k.
+template <typename Shape>
+struct BlockOperands {
+  unsigned a[Shape::kRowTiles][4][4];
+  // Decodes all, each from its entry in this lane's copy of the table.
+  __device__ __forceinline__ void decode(const uint2 (&codes)[Shape::kRows], unsigned lane_offset) {
+#pragma unroll
+    for (int i = 0; i < Shape::kRowTiles * 16; ++i) {
+      int tile = i / 16, s = i / 4 % 4, r = i % 4;
+      const uint2& row = codes[tile * 2 + r % 2];
+      // The table does not change: it may be read at any time.
+      asm("ld.shared.b32 %0, [%1 + %2];"
+          : "=r"(a[tile][s][r])
+          : "r"(__byte_perm(s < 2 ? row.x : row.y, lane_offset, 0x7504 | (s % 2 * 2 + r / 2) << 4)), "n"(kSharedBase));
+    }
+  }
+};
+
+// Multiplies one k block.
+template <typename T, typename Shape>
+__device__ __forceinline__ void multiply_block(float (&acc)[Shape::kRowTiles][Shape::kTiles][4], const BlockOperands<Shape>& block,
+                                               unsigned activations, const float (&scale)[Shape::kRows]) {
+  constexpr int kGroup = Shape::kGroup, kRowTiles = Shape::kRowTiles;
+#pragma unroll
+  for (int first = 0; first < Shape::kTiles; first += kGroup) {
+    float sum[kGroup][kRowTiles][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 b[kGroup];
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) {
+        b[j] = load_operand((half ? activations ^ 16 : activations) + (first + j) * 8 * kTableStride);
+      }
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+#pragma unroll
+          for (int i = 0; i < kRowTiles; ++i) {
+            mma<T>(sum[j][i], block.a[i][half * 2 + s], s ? b[j].z : b[j].x, s ? b[j].w : b[j].y, sum[j][i]);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[i][first + j][e] += sum[j][i][e] * scale[i * 2 + e / 2];
+      }
+    }
+  }
+}
+
+// Adds the sums of the k warps in their order: those of all but the first are handed over where activations lay. These have been
+// read by all warps, and none are under way.
+template <typename Shape>
+__device__ __forceinline__ void add_k_warps(const WholeArgs& args, char* shared, int row_warp, int k_warp,
+                                            float (&acc)[Shape::kRowTiles][Shape::kTiles][4]) {
+  constexpr int kSums = Shape::kRowTiles * Shape::kTiles;
+  int lane = threadIdx.x % 32;
+  auto place = [&](int of, int i) {
+    int slot = ((of - 1) * args.row_warps + row_warp) * (kSums * 4) + i * 4 + lane / 8;
+    return reinterpret_cast<float4*>(shared + slot_offset(slot) + lane % 8 * 16);
+  };
+  __syncthreads();
+  if (k_warp > 0) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const float(&of)[4] = acc[i / Shape::kTiles][i % Shape::kTiles];
+      *place(k_warp, i) = make_float4(of[0], of[1], of[2], of[3]);
+    }
+  }
+  __syncthreads();
+  if (k_warp > 0) return;
+#pragma unroll 1
+  for (int other = 1; other < args.k_warps; ++other) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      float(&of)[4] = acc[i / Shape::kTiles][i % Shape::kTiles];
+      float4 more = *place(other, i);
+      of[0] += more.x;
+      of[1] += more.y;
+      of[2] += more.z;
+      of[3] += more.w;
+    }
+  }
+}
+
+// Computes a consumer warp's rows of the tiles from `tile` to `end`. The first step's codes and scales are loaded.
+template <typename T, typename Shape>
+__device__ __forceinline__ void consume(const WholeArgs& args, char* shared, int tile, int end, int row_warp, int k_warp,
+                                        RowsLoader<Shape>& rows) {
+  constexpr int kRowTiles = Shape::kRowTiles, kTiles = Shape::kTiles, kChunk = Shape::kChunk;
+  const float* code = reinterpret_cast<const float*>(shared + Shape::kScaleCode);
+  int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  unsigned base = shared_address(shared), lane_offset = lane * 4;
+  unsigned tokens = base + k_warp * kChunk * (Shape::kTokens * kTableStride) + g * kTableStride + piece_offset(g, 2 * t);
+  keep(tokens);
+  keep(lane_offset);
+  unsigned step = 0;
+  while (true) {
+    float acc[kRowTiles][kTiles][4] = {};
+#pragma unroll 1
+    for (int left = args.steps; left > 0; --left, ++step) {
+      rows.decode_scales(args, code);
+      if (left > 1) {
+        rows.advance(args);
+      } else if (tile + 1 < end) {
+        rows.begin(args, (tile + 1) / args.token_tiles, row_warp, k_warp);
+      } else {
+        rows.end();
+      }
+      rows.load_scales(args);
+#pragma unroll
+      for (int u = 0; u < kStepBlocks; ++u) {
+        unsigned quarter = Shape::quarter(step, u / kChunk), activations = tokens + quarter_offset(quarter);
+        float scale[Shape::kRows];
+#pragma unroll
+        for (int i = 0; i < Shape::kRows; ++i) scale[i] = rows.scale(i, u);
+        if (u % kChunk == 0) barrier_wait(Shape::full(base, quarter), Shape::parity(step));
+        BlockOperands<Shape> block;
+        block.decode(rows.codes[u], lane_offset);
+        rows.load(u);
+        multiply_block<T, Shape>(acc, block, activations + u % kChunk * (Shape::kTokens * kTableStride), scale);
+        if ((u + 1) % kChunk == 0) {
+          __syncwarp();
+          if (lane == 0) barrier_arrive(Shape::empty(base, quarter));
+        }
+      }
+    }
+    if (args.k_warps > 1) add_k_warps<Shape>(args, shared, row_warp, k_warp, acc);
+    if (k_warp == 0) {
+      int row_tile = tile / args.token_tiles, token_tile = tile - row_tile * args.token_tiles;
+      Writer<T, WholeArgs> writer(args, (row_tile * args.row_warps + row_warp) * kRowTiles, token_tile * Shape::kTokens);
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          writer.write(args, i, j, make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]));
+        }
+      }
+    }
+    if (++tile >= end) break;
+    // The sums that were handed over have been read.
+    if (args.k_warps > 1) __syncthreads();
+  }
+}
+
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1) linear_mma_whole(const __grid_constant__ WholeArgs args) {
+#if __CUDA_ARCH__ >= 800
+  extern __shared__ __align__(128) char shared[];
+  unsigned base = shared_address(shared);
+  if (base != kSharedBase) __trap();
+  if (blockIdx.x == 0 && threadIdx.x == 0) clock_start(args.clock);
+  int warp = threadIdx.x / 32, k_warp = warp / args.row_warps, row_warp = warp - k_warp * args.row_warps;
+  int tile = blockIdx.x * args.tiles_of_block, end = min(tile + args.tiles_of_block, args.tiles);
+  bool produces = k_warp == args.k_warps;
+  RowsLoader<Shape> rows;
+  if (!produces) {
+    rows.begin(args, tile / args.token_tiles, row_warp, k_warp);
+#pragma unroll
+    for (int u = 0; u < kStepBlocks; ++u) rows.load(u);
+    rows.load_scales(args);
+  }
+  if (threadIdx.x < 2 * kRing) {
+    barrier_init(base + Shape::kBarriers + threadIdx.x * 8, threadIdx.x < kRing ? 32 : blockDim.x / 32 - 1);
+  }
+  fill_table<T>(shared);
+  if (args.weight.absmax_8bit) {
+    float* code = reinterpret_cast<float*>(shared + Shape::kScaleCode);
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) code[i] = __ldg(args.weight.absmax_code + i);
+  }
+  __syncthreads();
+  if (!produces) {
+    consume<T, Shape>(args, shared, tile, end, row_warp, k_warp, rows);
+  } else {
+    unsigned step = 0;
+    while (true) {
+      load_tokens<T, Shape>(args, base, tile % args.token_tiles, step);
+      // As add_k_warps() and consume() do.
+      if (args.k_warps > 1) {
+        __syncthreads();
+        __syncthreads();
+      }
+      if (++tile >= end) break;
+      if (args.k_warps > 1) __syncthreads();
+    }
+  }
+  if (threadIdx.x == 0) clock_end(args.clock);
+#endif
+}
+
+}  // namespace nf4
