@@ -135,9 +135,9 @@ H200_COSTS = MoeWgmmaCosts(0.901, 1.093, 0.861, 1.206, 1.747, 2.738, 5.01, 12.9,
 def moe_warps_candidates(
     choices: int, experts: int, n: int, k: int, arch: int, multiprocessors: int, routed: bool
 ) -> list[MoeWarps]:
-    """The moe_warps launches that a device can do, where each 64 weights have a scale: k has to be a few whole steps."""
+    """The moe_warps launches that a device can do, where each 64 weights have a scale: k has to be a few steps."""
     scratch = 128 + experts * 4 + (-(-choices // 32) * experts + 1) // 2 * 4
-    if k % K_STEP or k > MOST_STEPS * K_STEP or choices > MOST_UNSORTED:
+    if k % 64 or k > MOST_STEPS * K_STEP or choices > MOST_UNSORTED:
         return []
     groups, found = capacity(choices, experts, GROUP), []
     for (warps, row_tiles), adds in itertools.product(MOE_WARPS_INSTANCES, (True, False) if routed else (False,)):

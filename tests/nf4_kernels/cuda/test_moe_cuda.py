@@ -21,11 +21,11 @@ from tests.nf4_kernels.cuda.cuda_weights import DEVICE, HOPPER, gpu, random_weig
 
 Maybe = torch.Tensor | None
 # (experts, rows of one, k): few and many experts, k of an odd number of 64s, rows in no whole tile, k in several parts, k of
-# moe_rows' boxes, and each of moe_warps'.
+# moe_rows' boxes, and each number of moe_warps' steps, whole and not.
 SHAPES = [
     *((1, 48, 64), (3, 40, 192), (128, 96, 320), (8, 2880, 2880), (64, 256, 768)),
     *((16, 200, 1792), (128, 2048, 256), (4, 300, 7168), (2, 64, 14336)),
-    *((24, 202, 2048), (5, 88, 4096), (30, 90, 768), (12, 72, 512), (20, 120, 1024)),
+    *((24, 202, 2048), (5, 88, 4096), (30, 90, 768), (12, 72, 512), (20, 120, 1024), (128, 88, 704), (9, 50, 960)),
 ]
 # bfloat16 and float16, as in cuda_weights; results that are summed up by routing weights may be rounded once more.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}

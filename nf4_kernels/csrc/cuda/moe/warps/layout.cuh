@@ -30,13 +30,13 @@ struct MoeWarpsArgs {
 };
 
 // Dynamic shared memory: the table of linear_rows; the codes of nested scales; a ring of stages for each warp; the groups;
-// routing weights and results that are added up.
-template <int kWarps_, int kRowTiles_, bool kNested_>
+// routing weights and results that are added up. kWhole: whether k is whole steps.
+template <int kWarps_, int kRowTiles_, bool kNested_, bool kWhole_>
 struct MoeWarpsLayout {
   static constexpr int kWarps = kWarps_, kThreads = kWarps * 32, kStages = 4;
   static constexpr int kRowTiles = kRowTiles_, kRows = kRowTiles * 16;  // of a unit
   static constexpr int kSize = 8;                                       // choices of a group
-  static constexpr bool kNested = kNested_;
+  static constexpr bool kNested = kNested_, kWhole = kWhole_;
   static constexpr int kStageBytes = kRows * 128, kWarpBytes = kStages * kStageBytes;
   static constexpr int kCode = kTableBytes, kRing = kCode + 1024, kHeld = kRing + kWarps * kWarpBytes;
 };

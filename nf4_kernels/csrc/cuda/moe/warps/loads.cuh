@@ -62,12 +62,15 @@ struct StepLoads {
       prefetch_line(args.weight.absmax + block);
     }
   }
-  // Starts the copies of the next step to a stage. Where no step is left, the stage stays as it is.
+  // Starts the copies of the next step to a stage. Where no step is left, the stage stays as it is, and so do places of it
+  // beyond k.
   __device__ __forceinline__ void issue(const MoeWarpsArgs& args, int stage) {
     if (unit.left > 0) {
+      if (Layout::kWhole || step * 128 + static_cast<int>(threadIdx.x % 8) * 16 < args.k_blocks * 32) {
 #pragma unroll
-      for (int i = 0; i < kRowTiles * 4; ++i) {
-        copy_16(target + stage * Layout::kStageBytes + i * 512, codes + (rows[i] + step * 128), policy);
+        for (int i = 0; i < kRowTiles * 4; ++i) {
+          copy_16(target + stage * Layout::kStageBytes + i * 512, codes + (rows[i] + step * 128), policy);
+        }
       }
       if (++step == args.steps) {
         step = 0;
@@ -79,30 +82,55 @@ struct StepLoads {
   }
 };
 
-// The scales of one row of a unit: lane t of the row's four has those of step t, which lie in one group of 256.
-template <bool kNested>
+// The scales of one row of a unit: lane t of the row's four has those of step t. Where k is whole steps, they lie in one group
+// of 256, and four of them are one load.
+template <bool kNested, bool kWhole>
 struct RowOfScales {
   using Four = std::conditional_t<kNested, unsigned, float4>;
   Four raw;
-  float2 outer;  // of nested scales: the second-level scale and its offset
+  float2 outer;   // of nested scales: the second-level scale and its offset
+  float2 behind;  // those from scale `change` of the step on, where k is not whole steps
+  int change;
   float values[kStepBlocks];
 
   __device__ __forceinline__ void load(const MoeWarpsArgs& args, unsigned first_block) {
     int t = threadIdx.x % 4;
     if (t >= args.steps) return;
     unsigned block = first_block + t * kStepBlocks;
-    if constexpr (kNested) {
+    if constexpr (!kWhole) {
+      load_each(args, block, min(kStepBlocks, args.k_blocks - t * kStepBlocks));
+    } else if constexpr (kNested) {
       raw = __ldg(reinterpret_cast<const unsigned*>(args.weight.absmax_8bit + block));
       outer = outer_scale(args.weight, block / 256);
     } else {
       raw = __ldg(reinterpret_cast<const float4*>(args.weight.absmax + block));
     }
   }
+  // The same of the first `count` scales of a step; the others count nothing, as their activations are zeros.
+  __device__ __forceinline__ void load_each(const MoeWarpsArgs& args, unsigned block, int count) {
+    if constexpr (kNested) {
+      raw = 0;
+#pragma unroll
+      for (int j = 0; j < kStepBlocks; ++j) {
+        if (j < count) raw |= static_cast<unsigned>(__ldg(args.weight.absmax_8bit + block + j)) << (8 * j);
+      }
+      outer = outer_scale(args.weight, block / 256);
+      behind = outer_scale(args.weight, (block + count - 1) / 256);
+      change = static_cast<int>(256 - block % 256);
+    } else {
+      const float* from = args.weight.absmax + block;
+      raw = make_float4(__ldg(from), count > 1 ? __ldg(from + 1) : 0.0f, count > 2 ? __ldg(from + 2) : 0.0f,
+                        count > 3 ? __ldg(from + 3) : 0.0f);
+    }
+  }
   // Lanes without a step decode what they last had.
   __device__ __forceinline__ void decode(const float* code) {
     if constexpr (kNested) {
 #pragma unroll
-      for (int j = 0; j < kStepBlocks; ++j) values[j] = nested_scale(code[raw >> (8 * j) & 255], outer.x, outer.y);
+      for (int j = 0; j < kStepBlocks; ++j) {
+        float2 by = kWhole || j < change ? outer : behind;
+        values[j] = nested_scale(code[raw >> (8 * j) & 255], by.x, by.y);
+      }
     } else {
       values[0] = raw.x;
       values[1] = raw.y;

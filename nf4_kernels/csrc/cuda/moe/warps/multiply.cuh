@@ -33,7 +33,7 @@ struct UnitSums {
   // Bytes to the activations of column g that are loaded next, and to the next unit's first ones; negative where the column
   // has no choice.
   int x, coming_x;
-  RowOfScales<Layout::kNested> scales[kRowTiles][2];
+  RowOfScales<Layout::kNested, Layout::kWhole> scales[kRowTiles][2];
   float sums[kRowTiles][1][4];
 
   __device__ __forceinline__ UnitSums() {
@@ -67,16 +67,21 @@ struct UnitSums {
     }
   }
   // Loads activations of k block j of a step. A column without a choice keeps what it has: its results are not written, and
-  // most groups have few choices, and the loads of eight would take as much of L1 as the table's lookups.
-  __device__ __forceinline__ void load_block(const MoeWarpsArgs& args, int j) {
+  // most groups have few choices, and the loads of eight would take as much of L1 as the table's lookups. Beyond k there are
+  // zeros.
+  __device__ __forceinline__ void load_block(const MoeWarpsArgs& args, int step, int j) {
     // These are no __ldg, since the kernel in front may write them after this one has started.
     const uint4* from = reinterpret_cast<const uint4*>(static_cast<const char*>(args.x) + x) + j * 64 * sizeof(T) / 16;
-    if (x >= 0) b[j][0][0] = from[0], b[j][0][1] = from[1];
+    if (!Layout::kWhole && step * kStepBlocks + j >= args.k_blocks) {
+      b[j][0][0] = b[j][0][1] = make_uint4(0, 0, 0, 0);
+    } else if (x >= 0) {
+      b[j][0][0] = from[0], b[j][0][1] = from[1];
+    }
   }
   __device__ __forceinline__ void load_first_step(const MoeWarpsArgs& args) {
     x = coming_x;
 #pragma unroll
-    for (int j = 0; j < kStepBlocks; ++j) load_block(args, j);
+    for (int j = 0; j < kStepBlocks; ++j) load_block(args, 0, j);
   }
   // Begins a unit, whose first step is there.
   __device__ __forceinline__ void begin(const float* code) {
@@ -90,7 +95,8 @@ struct UnitSums {
   }
   // Adds a step's products. codes: shared memory's address of the lane's codes of k block 0.
   __device__ __forceinline__ void add_step(const MoeWarpsArgs& args, unsigned codes, unsigned lane_offset, int step) {
-    x = step + 1 == args.steps ? coming_x : x + kStepBlocks * 64 * static_cast<int>(sizeof(T));
+    int coming_step = step + 1 == args.steps ? 0 : step + 1;
+    x = coming_step == 0 ? coming_x : x + kStepBlocks * 64 * static_cast<int>(sizeof(T));
 #pragma unroll
     for (int j = 0; j < kStepBlocks; ++j) {
 #pragma unroll
@@ -115,7 +121,7 @@ struct UnitSums {
         sums[i][0][2] += by_lower * part[0][2];
         sums[i][0][3] += by_lower * part[0][3];
       }
-      load_block(args, j);
+      load_block(args, coming_step, j);
     }
   }
   // Writes the result of one row and choice.

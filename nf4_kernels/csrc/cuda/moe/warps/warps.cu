@@ -9,7 +9,7 @@ namespace {
 // Whether the plan fits these operands and this device.
 cudaError_t validate(const Nf4Moe& moe, const MoeWarpsPlan& plan) {
   const Nf4Weight& w = moe.weight;
-  if (w.k % 256 || w.k > kMostSteps * 256 || w.blocksize != 64) return cudaErrorInvalidValue;
+  if (w.k % 64 || w.k > kMostSteps * 256 || w.blocksize != 64) return cudaErrorInvalidValue;
   if (moe.dtype == NF4_FLOAT32 || moe.num_experts < 1) return cudaErrorInvalidValue;
   if (moe.activation || plan.held_groups % 2 || (plan.adds && !moe.routing)) return cudaErrorInvalidValue;
   // An expert's bytes, and k blocks of all experts, are counted with 32 bits.
@@ -39,7 +39,7 @@ MoeWarpsArgs build_args(const Nf4Moe& moe, const MoeWarpsPlan& plan) {
   args.n = static_cast<int>(w.n);
   args.k = static_cast<int>(w.k);
   args.k_blocks = static_cast<int>(w.k / 64);
-  args.steps = args.k_blocks / kStepBlocks;
+  args.steps = (args.k_blocks + kStepBlocks - 1) / kStepBlocks;
   args.row_groups = (args.n + plan.row_tiles * 16 - 1) / (plan.row_tiles * 16);
   args.held_groups = plan.held_groups;
   args.adds = plan.adds;
@@ -47,9 +47,9 @@ MoeWarpsArgs build_args(const Nf4Moe& moe, const MoeWarpsPlan& plan) {
   return args;
 }
 
-template <typename T, int kWarps, int kRowTiles, bool kNested>
+template <typename T, int kWarps, int kRowTiles, bool kNested, bool kWhole>
 cudaError_t launch(const MoeWarpsArgs& args, const Nf4Moe& moe, const MoeWarpsPlan& plan) {
-  using Layout = MoeWarpsLayout<kWarps, kRowTiles, kNested>;
+  using Layout = MoeWarpsLayout<kWarps, kRowTiles, kNested, kWhole>;
   if (group_scratch_bytes(args.choices, args.num_experts) > kWarps * Layout::kWarpBytes) return cudaErrorInvalidValue;
   int shared = Layout::kHeld + HeldGroups<Layout::kSize>::bytes(plan.held_groups);
   if (plan.adds) shared += (1 + (args.row_groups + plan.grid - 1) / plan.grid * Layout::kRows) * args.choices * 4;
@@ -57,18 +57,23 @@ cudaError_t launch(const MoeWarpsArgs& args, const Nf4Moe& moe, const MoeWarpsPl
 }
 
 // nf4_kernels/plan/moe.py lists the same warps and row tiles.
-template <typename T, bool kNested>
+template <typename T, bool kNested, bool kWhole>
 cudaError_t launch_instance(const MoeWarpsArgs& args, const Nf4Moe& moe, const MoeWarpsPlan& plan) {
-  if (plan.warps == 16 && plan.row_tiles == 1) return launch<T, 16, 1, kNested>(args, moe, plan);
-  if (plan.warps == 8 && plan.row_tiles == 2) return launch<T, 8, 2, kNested>(args, moe, plan);
+  if (plan.warps == 16 && plan.row_tiles == 1) return launch<T, 16, 1, kNested, kWhole>(args, moe, plan);
+  if (plan.warps == 8 && plan.row_tiles == 2) return launch<T, 8, 2, kNested, kWhole>(args, moe, plan);
   return cudaErrorInvalidValue;
+}
+
+template <typename T, bool kNested>
+cudaError_t launch_whole(const MoeWarpsArgs& args, const Nf4Moe& moe, const MoeWarpsPlan& plan) {
+  return args.k_blocks % kStepBlocks ? launch_instance<T, kNested, false>(args, moe, plan)
+                                     : launch_instance<T, kNested, true>(args, moe, plan);
 }
 
 template <typename T>
 cudaError_t launch_all(const Nf4Moe& moe, const MoeWarpsPlan& plan) {
   MoeWarpsArgs args = build_args(moe, plan);
-  cudaError_t status = moe.weight.absmax_8bit ? launch_instance<T, true>(args, moe, plan)
-                                              : launch_instance<T, false>(args, moe, plan);
+  cudaError_t status = moe.weight.absmax_8bit ? launch_whole<T, true>(args, moe, plan) : launch_whole<T, false>(args, moe, plan);
   if (status != cudaSuccess || !args.partial) return status;
   SumArgs sums{args.partial, moe.experts, moe.routing, moe.out, args.tokens, args.top_k, args.num_experts, 1, args.n,
                args.n % 4 == 0};
