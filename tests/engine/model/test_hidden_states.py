@@ -96,7 +96,9 @@ def test_an_adapter_changes_them_as_in_peft(tmp_path: Path) -> None:
 def test_states_on_a_gpu_beside_sequences_that_generate(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     reference, model = (small("qwen3-8b", tmp_path, device) for _ in range(2))
-    config = EngineConfig(device="cuda", max_num_seqs=8, max_num_batched_tokens=128, max_model_len=512)
+    config = EngineConfig(
+        device="cuda", max_num_seqs=8, max_num_batched_tokens=128, max_model_len=512, kv_cache_bytes=2**26
+    )
     engine = Engine(build_runner(model, config), config)
     prompts = [[7], list(range(100, 150)), list(range(200, 600))]
     generating = [make_request(prompt, f"g{i}", max_tokens=20, ignore_eos=True) for i, prompt in enumerate(prompts)]
