@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.engine.interpreted import run_forked
 
 _BEFORE = """
 import torch, triton
@@ -40,6 +39,4 @@ def run_compiled(code: str, capability: tuple[int, int]) -> None:
     Tensors may be on the CPU; their contents stay as they are. Afterwards `shared_memory` in the code has each kernel's
     largest need of it in bytes, by name. Raises AssertionError with its output if the code fails.
     """
-    code = _BEFORE.format(capability) + code
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_forked(_BEFORE.format(capability) + code, interprets=False)
