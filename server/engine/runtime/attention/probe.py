@@ -66,7 +66,9 @@ class _Probe(AttentionBackend):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         if layer in self.shapes:
-            raise UnsupportedModelError(f"layer {layer} attends more than once")
+            raise UnsupportedModelError(
+                f"layer {layer} attends more than once, and the KV cache has one place for its keys and values"
+            )
         if query.shape[1] % key.shape[1]:
             raise UnsupportedModelError(f"{query.shape[1]} query heads do not divide among {key.shape[1]} key heads")
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], query.shape[1])
@@ -126,8 +128,8 @@ def probe_layers(model: PreTrainedModel) -> Probed:
     model.get_decoder().set_attn_implementation(IMPLEMENTATION)
     expected = [layer for layer in range(config.num_hidden_layers) if not kinds or attends(kinds[layer])]
     if sorted(probe.shapes) != expected:
-        found = f"{len(probe.shapes)} of {len(expected)} layers use the attention interface"
-        raise UnsupportedModelError(f"{name}: {found}{_remedy(config)}")
+        found = f"{len(probe.shapes)} of {len(expected)} layers use the attention interface of transformers"
+        raise UnsupportedModelError(f"{name}: {found}, through which the KV cache is read{_remedy(config)}")
     if len(expected) < config.num_hidden_layers:
         _number(model, expected)
     sinks = {expected.index(layer): sinks for layer, sinks in probe.seen_sinks.items()}
