@@ -20,7 +20,7 @@ from nf4_kernels.cuda.library import Moe, MoeRowsPlan, MoeWarpsPlan, MoeWgmmaPla
 from nf4_kernels.format import Weight, second_level
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
 from nf4_kernels.plan.moe import MoePlan, MoeWarps, plan_moe
-from nf4_kernels.plan.moe_rows import MoeRows
+from nf4_kernels.plan.moe_rows import MAX_SUMMED_BYTES, MoeRows
 from nf4_kernels.reference import check_expert_gate
 
 
@@ -52,7 +52,7 @@ def run(
     """
     tokens, top_k, num_experts, n, k = _check(x, weight, experts, bias, routing, activation)
     columns = n if activation is None else n // 2
-    device, choices = x.device, tokens * top_k
+    device = x.device
     out = torch.empty((tokens, n) if routing is not None else (tokens, top_k, columns), dtype=x.dtype, device=device)
     if not out.numel() or k == 0 or num_experts == 0:
         return out.zero_()
@@ -63,16 +63,45 @@ def run(
             raise ValueError(
                 f"no CUDA kernel takes experts of shape {list(weight.shape)} in blocks of {weight.blocksize}"
             )
-    routed = routing is not None
-    with torch.cuda.device(device):
-        x_rows = tokens if x.ndim == 2 else choices
-        size = choice.workspace_bytes(choices, x_rows, num_experts, n, k, routed)
-        workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        x, experts = aligned(x), experts.contiguous()
-        bias = None if bias is None else aligned(bias)
-        routing = None if routing is None else routing.contiguous()
+    struct = _struct(weight, num_experts, n, k)
+    x, experts = aligned(x), experts.contiguous()
+    bias = None if bias is None else aligned(bias)
+    routing = None if routing is None else routing.contiguous()
+    step = _tokens_at_once(choice, tokens, top_k, n, routing is not None)
+    for first in range(0, tokens, step):
+        part = slice(first, first + step)
+        routed = None if routing is None else routing[part]
+        _launch(choice, out[part], x[part], struct, num_experts, experts[part], bias, routed, activation, follows_gated)
+    return out
+
+
+def _tokens_at_once(choice: MoePlan, tokens: int, top_k: int, n: int, routed: bool) -> int:
+    """Tokens of one launch: float32 results of moe_rows that a launch behind adds up take MAX_SUMMED_BYTES at most."""
+    if not isinstance(choice, MoeRows):
+        return tokens
+    each = choice.summed_bytes(top_k, n, routed)
+    return min(tokens, max(1, MAX_SUMMED_BYTES // each)) if each else tokens
+
+
+def _launch(
+    choice: MoePlan,
+    out: Tensor,
+    x: Tensor,
+    weight: Nf4Weight,
+    num_experts: int,
+    experts: Tensor,
+    bias: Tensor | None,
+    routing: Tensor | None,
+    activation: str | None,
+    follows_gated: bool,
+) -> None:
+    """Compute run() into out, of operands that have been checked."""
+    (tokens, top_k), k = experts.shape, x.shape[-1]
+    size = choice.workspace_bytes(tokens * top_k, x.numel() // k, num_experts, weight.n, k, routing is not None)
+    with torch.cuda.device(x.device):
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
         moe = Moe(
-            weight=_struct(weight, num_experts, n, k),
+            weight=weight,
             x=x.data_ptr(),
             experts=experts.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
@@ -86,7 +115,7 @@ def run(
             dtype=DTYPES[x.dtype],
             activation=0 if activation is None else EXPERT_ACTIVATIONS[activation],
             follows_gated=follows_gated,
-            stream=torch.cuda.current_stream(device).cuda_stream,
+            stream=torch.cuda.current_stream(x.device).cuda_stream,
         )
         loaded = usable()
         if isinstance(choice, MoeRows):
@@ -96,7 +125,6 @@ def run(
         else:
             status = loaded.nf4_cuda_moe_wgmma(moe, MoeWgmmaPlan(**dataclasses.asdict(choice)))
         raise_for(loaded, status, str(choice))
-    return out
 
 
 @functools.lru_cache(maxsize=4096)

@@ -35,12 +35,24 @@ def test_plans_fit_the_device() -> None:
                     continue
                 assert plan.parts * plan.part_blocks >= k // 64 > (plan.parts - 1) * plan.part_blocks
                 assert plan.part_blocks <= plan.warps // plan.teams * plan.blocks
-                assert plan.parts == 1 or not gated
                 assert plan.sorted or choices <= MOST_UNSORTED
                 assert plan.stages >= 2
                 # Thread blocks that share all groups evenly touch no more than are held.
                 groups = min(choices, choices // (plan.tiles * 8) + experts)
                 assert plan.held_groups >= -(-groups // plan.grid) + 1
+
+
+def test_every_gpu_from_ampere_on_has_launches_for_gates_and_ups() -> None:
+    """If no launch has the whole k, it comes in parts, and the activation is computed where these are added up."""
+    shapes = ((8, 128, 1536, 2048), (4, 32, 5760, 2880), (2, 8, 28672, 4096), (8, 256, 4096, 7168), (2, 8, 4096, 14336))
+    for arch, tokens, shape in itertools.product((80, 86, 89, 90, 100, 120), (1, 8, 33, 700, 8192), shapes):
+        assert plan_moe(tokens, *shape, arch, 84, gated=True) is not None
+    whole, parts = (plan_moe(8, *shapes[0], arch, 84, gated=True) for arch in (80, 86))
+    assert isinstance(whole, MoeRows)
+    assert isinstance(parts, MoeRows)
+    assert (whole.parts, parts.parts) == (1, 2)
+    assert whole.summed_bytes(64, 1536, False) == 0
+    assert parts.summed_bytes(64, 1536, False) == 2 * 64 * 1536 * 4
 
 
 def test_plan_of_few_and_many_tokens() -> None:

@@ -210,13 +210,26 @@ def test_listed_groups_are_those_of_thread_blocks() -> None:
     weight = random_experts(32, 96, 512)
     experts = random_choices(50, 4, 32, "unknown")
     plans: list[MoePlan] = []
-    for plan in moe_candidates(
-        50, 4, 32, 96, 512, 90, torch.cuda.get_device_properties(0).multi_processor_count, True, False
-    ):
+    for plan in moe_candidates(50, 4, 32, 96, 512, *device(), True, False):
         if isinstance(plan, MoeRows):
             assert not plan.sorted
             plans += [plan, dataclasses.replace(plan, sorted=True)]
     check(weight, 50, experts, False, plans=plans)
+
+
+@gpu
+@pytest.mark.parametrize("gated", [False, True], ids=["linear", "gated"])
+def test_many_tokens_are_computed_in_parts(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_experts(6, 72, 8704)
+    plans: list[MoePlan] = [
+        plan
+        for plan in moe_candidates(70, 3, 6, 72, 8704, *device(), True, gated, not gated)
+        if isinstance(plan, MoeRows) and plan.summed_bytes(3, 72, not gated)
+    ]
+    assert plans
+    monkeypatch.setattr(cuda_moe, "MAX_SUMMED_BYTES", 9 * 4 * 3 * 72 * 4)
+    check(weight, 70, random_choices(70, 3, 6, "unknown"), gated, plans=plans)
+    check(weight, 70, random_choices(70, 3, 6), gated, per_choice=True, plans=plans)
 
 
 @gpu

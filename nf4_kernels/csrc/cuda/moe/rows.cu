@@ -1,8 +1,8 @@
 // The C entry of rows.cuh: it validates what is asked, fills the kernel's arguments and launches the instance that the plan
-// names, with a launch that lists the groups in front and one that adds up choices behind where they are needed.
+// names, with a launch that lists the groups in front and one that adds up choices, or parts of k, behind where they are needed.
+#include "gated_sums.cuh"
 #include "instances.cuh"
 #include "sort.cuh"
-#include "sums.cuh"
 
 namespace nf4 {
 namespace {
@@ -36,7 +36,7 @@ cudaError_t launch_instance(const MoeRowsArgs& args, const Nf4Moe& moe, const Mo
 cudaError_t validate(const Nf4Moe& moe, const MoeRowsPlan& plan) {
   const Nf4Weight& w = moe.weight;
   if (w.k % 64 || w.blocksize < 64 || moe.dtype == NF4_FLOAT32 || moe.num_experts < 1) return cudaErrorInvalidValue;
-  if (moe.activation && (plan.parts != 1 || w.n % 2 || moe.routing)) return cudaErrorInvalidValue;
+  if (moe.activation && (w.n % 2 || moe.routing)) return cudaErrorInvalidValue;
   if (plan.parts < 1 || plan.held_groups % 2) return cudaErrorInvalidValue;
   if (moe.num_experts * w.n >= int64_t{1} << 31 || moe_choices(moe) >= 1 << 30) return cudaErrorInvalidValue;
   bool fits = !plan.sorted && plan.parts == 1 && moe_choices(moe) <= plan.tiles * 8;
@@ -66,15 +66,16 @@ MoeRowsArgs build_args(const Nf4Moe& moe, const MoeRowsPlan& plan) {
   args.adds = plan.adds;
   args.follows_gated = moe.follows_gated && !plan.sorted;
   args.n = static_cast<int>(w.n);
-  args.columns = static_cast<int>(moe.activation ? w.n / 2 : w.n);
-  args.activation = moe.activation;
+  // With k in parts the launch behind computes the activation.
+  args.activation = plan.parts == 1 ? moe.activation : NF4_NO_ACTIVATION;
+  args.columns = static_cast<int>(args.activation ? w.n / 2 : w.n);
   args.k = static_cast<int>(w.k);
   args.k_blocks = static_cast<int>(w.k / 64);
   args.scale_shift = log2_of(w.blocksize / 64);
   args.part_blocks = plan.part_blocks;
   args.parts = plan.parts;
   args.halves = (args.columns + kHalfRows - 1) / kHalfRows;
-  args.row_groups = moe.activation ? args.halves : (args.halves + 1) / 2;
+  args.row_groups = args.activation ? args.halves : (args.halves + 1) / 2;
   args.stages = plan.stages;
   args.held_groups = plan.held_groups;
   return args;
@@ -86,6 +87,11 @@ cudaError_t add_up(const Nf4Moe& moe, const MoeRowsArgs& args) {
   if (!moe.routing) {
     sums.tokens = args.choices;
     sums.top_k = 1;
+  }
+  if (moe.activation) {
+    sums.wide = args.n % 8 == 0;
+    return moe.dtype == NF4_FLOAT16 ? launch_gated_sums<__half>(sums, moe.activation, moe.stream)
+                                    : launch_gated_sums<__nv_bfloat16>(sums, moe.activation, moe.stream);
   }
   return moe.dtype == NF4_FLOAT16 ? launch_sums<__half, float>(sums, moe.stream)
                                   : launch_sums<__nv_bfloat16, float>(sums, moe.stream);
