@@ -208,7 +208,7 @@ def can_gate(
     n, k = _matrix(shape)
     if not can_write_gated(dtype, n) or not can_fuse(device, dtype, tokens, shape, blocksize, nested, normalised):
         return False
-    return has_gate(plan_on(device, tokens, n, k, blocksize, nested, normalised), normalised)
+    return has_gate(plan_on(device, tokens, n, k, blocksize, nested, normalised, gated=True), normalised)
 
 
 def _check_x(x: Tensor, k: int, weight: Weight) -> None:

@@ -108,7 +108,7 @@ def gemm_gated(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion, gate: 
     m, n, k, normalised = x.shape[0], weight.n, weight.k, fusion.norm_weight is not None
     if not can_write_gated(x.dtype, n, gate.tile) or (normalised and not can_norm(x.dtype, k)):
         return False
-    choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None, normalised)
+    choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None, normalised, gated=True)
     workspace = workspace_on(x.device)
     if not has_gate(choice, normalised) or not _is_aligned(weight) or workspace is None:
         return False
@@ -124,10 +124,21 @@ _gated_weights: set[int] = set()
 
 
 def plan_on(
-    device: torch.device, m: int, n: int, k: int, blocksize: int = 64, nested: bool = True, normalised: bool = False
+    device: torch.device,
+    m: int,
+    n: int,
+    k: int,
+    blocksize: int = 64,
+    nested: bool = True,
+    normalised: bool = False,
+    gated: bool = False,
 ) -> Plan:
-    """The choice for a CUDA device of this machine (16-bit types): by its measured times if there are any, else plan()'s."""
-    return _plan(index_of(device), m, n, k, blocksize, nested, normalised)
+    """The choice for a CUDA device of this machine (16-bit types): by its measured times if there are any, else plan()'s.
+
+    gated: among launches that compute a gated activation, and dequantization. The launch that is a little faster without one
+    loses more to the operations that then follow it.
+    """
+    return _plan(index_of(device), m, n, k, blocksize, nested, normalised, gated)
 
 
 def candidates_on(
@@ -138,9 +149,11 @@ def candidates_on(
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(index: int, m: int, n: int, k: int, blocksize: int, nested: bool, normalised: bool) -> Plan:
+def _plan(index: int, m: int, n: int, k: int, blocksize: int, nested: bool, normalised: bool, gated: bool) -> Plan:
     def options(tokens: int) -> Iterator[tuple[Plan, float]]:
-        return candidates(tokens, n, k, *_properties(index), blocksize, nested, normalised)
+        for choice, cost in candidates(tokens, n, k, *_properties(index), blocksize, nested, normalised):
+            if not gated or has_gate(choice, normalised) or isinstance(choice, Dequantize):
+                yield choice, cost
 
     times = _times.get(index, {}).get(shape_name(n, k, blocksize, nested), {})
     return measured_choice(m, times, options)

@@ -13,7 +13,7 @@ import torch
 
 from nf4_kernels import Weight, build, cuda, tune
 from nf4_kernels.cuda import launches
-from nf4_kernels.plan import Dequantize, Mma, Plan, Rows, candidates, plan
+from nf4_kernels.plan import Dequantize, Mma, Plan, Rows, Wgmma, candidates, plan
 from nf4_kernels.plan.measured import TOKENS, Times, measured_choice, shape_name, shortlist
 
 N, K = 4096, 14336
@@ -80,6 +80,16 @@ def test_choices_on_a_device_follow_its_times(monkeypatch: pytest.MonkeyPatch) -
     assert cuda.plan_on(torch.device("cuda", 1), 20, N, K) == fitted
     launches.use_times(GPU, {})
     assert cuda.plan_on(GPU, 20, N, K) == fitted
+
+
+def test_a_gated_gemm_is_chosen_among_launches_that_compute_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "_properties", lambda index: (90, 82))
+    launches.use_times(GPU, {SHAPE: planted({Wgmma: 1.2}, 90)})
+    choices = [cuda.plan_on(GPU, 12, N, K, gated=gated) for gated in (False, True)]
+    launches.use_times(GPU, {})
+    assert [type(choice) for choice in choices] == [Rows, Wgmma]
+    assert isinstance(cuda.plan_on(GPU, 8, N, K, normalised=True, gated=True), Rows)
+    assert isinstance(cuda.plan_on(GPU, 4000, N, K, gated=True), Dequantize)
 
 
 @pytest.fixture

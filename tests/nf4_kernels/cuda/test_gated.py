@@ -152,7 +152,7 @@ def test_which_are_one_launch() -> None:
     for n, k, m, dtype, normalised in itertools.product(
         (16384, 16376), (4096, NORM_K + 64), (1, 8, 32, 300, 4096), (BFLOAT16, torch.float16), (False, True)
     ):
-        choice = cuda.plan_on(DEVICE, m, n, k, 64, True, normalised)
+        choice = cuda.plan_on(DEVICE, m, n, k, 64, True, normalised, gated=True)
         has_gate = isinstance(choice, Wgmma | Mma) or (isinstance(choice, Rows) and m <= 8 and normalised)
         expected = has_gate and dtype == BFLOAT16 and n % 16 == 0 and not (normalised and k > NORM_K)
         assert cuda.can_gate(DEVICE, dtype, m, (n, k), 64, True, normalised) == expected
