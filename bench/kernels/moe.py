@@ -28,7 +28,8 @@ from bench.machine import current_commit
 from nf4_kernels import Weight, cuda, reference
 from nf4_kernels.cuda import moe as cuda_moe
 from nf4_kernels.cuda.device import arch
-from nf4_kernels.plan.moe import GROUP, MoePlan, MoeWarps, MoeWgmma, moe_candidates
+from nf4_kernels.plan.moe import GROUP, MoeGrouped, MoePlan, MoeWarps, MoeWgmma, moe_candidates
+from nf4_kernels.plan.moe_rows import MoeRows
 
 RESULTS = Path(__file__).parents[1] / "results"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 300, 2048, 8192)
@@ -113,8 +114,14 @@ def random_calls(mixture: Mixture, weights: tuple[Weight, Weight], tokens: int) 
 
 def sensible(plan: MoePlan, tokens: int, each: float) -> bool:
     """Whether a launch is worth its time here: groups neither much smaller nor much larger than experts' choices."""
-    size = plan.tokens if isinstance(plan, MoeWgmma) else GROUP if isinstance(plan, MoeWarps) else plan.tiles * 8
-    if not isinstance(plan, MoeWgmma) and tokens >= MANY_TOKENS:
+    size = (
+        plan.tokens
+        if isinstance(plan, MoeWgmma | MoeGrouped)
+        else GROUP
+        if isinstance(plan, MoeWarps)
+        else plan.tiles * 8
+    )
+    if isinstance(plan, MoeRows | MoeWarps) and tokens >= MANY_TOKENS:
         return False
     return each <= 6 * size and (size <= 16 or size <= 6 * each)
 

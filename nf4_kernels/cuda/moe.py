@@ -13,15 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nf4_kernels import reference
 from nf4_kernels.cuda import BLOCKSIZES
 from nf4_kernels.cuda.device import arch
+from nf4_kernels.cuda.grouped import can_group, grouped_linear
 from nf4_kernels.cuda.launches import aligned
 from nf4_kernels.cuda.library import Moe, MoeRowsPlan, MoeWarpsPlan, MoeWgmmaPlan, load_error, raise_for, usable
 from nf4_kernels.format import Weight, second_level
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
-from nf4_kernels.plan.moe import MoePlan, MoeWarps, plan_moe
+from nf4_kernels.plan.moe import MoeGrouped, MoePlan, MoeWarps, plan_moe
 from nf4_kernels.plan.moe_rows import MAX_SUMMED_BYTES, MoeRows
-from nf4_kernels.reference import check_expert_gate
 
 
 def takes(x: Tensor, shape: Sequence[int], blocksize: int, top_k: int, gated: bool) -> bool:
@@ -64,6 +65,9 @@ def run(
                 f"no CUDA kernel takes experts of shape {list(weight.shape)} in blocks of {weight.blocksize}"
             )
     struct = _struct(weight, num_experts, n, k)
+    if isinstance(choice, MoeGrouped):
+        with torch.cuda.device(device):
+            return _grouped(choice, x, weight, experts, bias, routing, activation)
     x, experts = aligned(x), experts.contiguous()
     bias = None if bias is None else aligned(bias)
     routing = None if routing is None else routing.contiguous()
@@ -73,6 +77,28 @@ def run(
         routed = None if routing is None else routing[part]
         _launch(choice, out[part], x[part], struct, num_experts, experts[part], bias, routed, activation, follows_gated)
     return out
+
+
+def _grouped(
+    choice: MoeGrouped,
+    x: Tensor,
+    weight: Weight,
+    experts: Tensor,
+    bias: Tensor | None,
+    routing: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    """run() by grouped_linear(), with torch's operations after it."""
+    results = grouped_linear(x.contiguous(), weight, experts, choice).view(*experts.shape, -1)
+    ids = experts.long()
+    unknown = (ids < 0) | (ids >= weight.shape[0])
+    if bias is not None:
+        results += bias[ids.masked_fill(unknown, 0)]
+    # Rows of choices whose expert is elsewhere may hold anything, NaN included.
+    results.masked_fill_(unknown.unsqueeze(-1), 0)
+    if activation is not None:
+        return reference.gated(results, activation)
+    return results if routing is None else reference.weighted_sum(results, routing.masked_fill(unknown, 0))
 
 
 def _tokens_at_once(choice: MoePlan, tokens: int, top_k: int, n: int, routed: bool) -> int:
@@ -141,7 +167,9 @@ def plan_on(
     """plan_moe() for a CUDA device of this machine."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     experts, n, k = shape
-    return plan_moe(tokens, top_k, experts, n, k, arch(device), multiprocessors, blocksize, nested, gated, routed)
+    return plan_moe(
+        tokens, top_k, experts, n, k, arch(device), multiprocessors, blocksize, nested, gated, routed, can_group()
+    )
 
 
 def _check(
@@ -161,7 +189,7 @@ def _check(
     if tuple(x.shape) not in ((tokens, k), (tokens, top_k, k)):
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [{tokens}, {k}] or [{tokens}, {top_k}, {k}]")
     if activation is not None:
-        check_expert_gate(n, activation)
+        reference.check_expert_gate(n, activation)
     if bias is not None and (bias.shape != (num_experts, n) or bias.dtype != x.dtype or bias.device != x.device):
         raise ValueError(f"bias must be {x.dtype} of shape {(num_experts, n)} on {x.device}")
     if routing is not None and (

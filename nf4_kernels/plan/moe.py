@@ -46,6 +46,12 @@ SHORT_BLOCKS = 16
 """With up to this many 64-wide k blocks moe_rows has too little work for each group."""
 MOST_OF_WARPS = 5.5
 """Choices of an expert, on average, up to which moe_warps is the fastest one where k is short."""
+LEAST_GROUPED = 24
+"""Choices of an expert, on average, from which weights had better be dequantized where there is no wgmma."""
+GROUPED_TOKENS = (64, 128)
+"""Choices of a tile there."""
+DEQUANTIZED_BYTES = 128 << 20
+"""Weights that are dequantized at a time."""
 MOST_ADDED = 256
 """Choices up to which moe_warps' thread blocks had better add them up than a launch behind."""
 LEAST_EVEN = 0.85
@@ -99,7 +105,29 @@ class MoeWgmma:
         return f"moe_wgmma: {self.tokens} choices x {self.groups * 64} rows{tiled}, grid {self.grid}"
 
 
-MoePlan = MoeRows | MoeWarps | MoeWgmma
+@dataclass(frozen=True)
+class MoeGrouped:
+    """Slices of the weights are dequantized, and multiplied by a Triton kernel in tiles of `tokens` choices."""
+
+    tokens: int
+
+    def experts_at_once(self, experts: int, n: int, k: int) -> int:
+        """Experts of a slice."""
+        return min(experts, max(1, DEQUANTIZED_BYTES // (n * k * 2)))
+
+    def most_tiles(self, choices: int, experts: int) -> int:
+        """The most tiles that there can be: each expert may have one that is not full."""
+        return min(choices, choices // self.tokens + min(experts, choices))
+
+    def workspace_bytes(self, choices: int, x_rows: int, experts: int, n: int, k: int, routed: bool) -> int:
+        """A slice of dequantized weights, and 16-bit results."""
+        return self.experts_at_once(experts, n, k) * n * k * 2 + choices * n * 2
+
+    def __str__(self) -> str:
+        return f"dequantize + tiles of {self.tokens} choices"
+
+
+MoePlan = MoeRows | MoeWarps | MoeWgmma | MoeGrouped
 
 
 @dataclass(frozen=True)
@@ -173,6 +201,8 @@ def moe_candidates(
                 found.append(MoeWgmma(size, groups, multiprocessors, tiled=False))
             if size >= LEAST_TILED:
                 found.append(MoeWgmma(size, groups, multiprocessors, tiled=True))
+    if arch != 90:
+        found += [MoeGrouped(size) for size in GROUPED_TOKENS]
     return found
 
 
@@ -212,10 +242,11 @@ def plan_moe(
     nested: bool = True,
     gated: bool = False,
     routed: bool = False,
+    groups: bool = True,
 ) -> MoePlan | None:
     """The launches for `tokens` tokens and experts' weights [n, k] in 16-bit types; None where no kernel fits.
 
-    Constants are fitted to bench/results/moe-nvidia-h200.json.
+    groups: MoeGrouped can be used. Constants are fitted to bench/results/moe-nvidia-h200.json.
     """
     if k % 64 or blocksize < 64 or arch < 80 or tokens < 1 or n < 1 or k < 1 or (gated and n % 2):
         return None
@@ -225,6 +256,9 @@ def plan_moe(
     each = choices / chosen
     wgmma: list[MoeWgmma] = [c for c in candidates if isinstance(c, MoeWgmma)]
     rows = [c for c in candidates if isinstance(c, MoeRows)]
+    grouped = [c for c in candidates if isinstance(c, MoeGrouped)]
+    if groups and grouped and (each >= LEAST_GROUPED or not rows):
+        return grouped[0 if each < 2 * grouped[0].tokens else -1]
     short = k // 64 <= SHORT_BLOCKS
     if short and each <= MOST_OF_WARPS:
         # Thread blocks that add up choices have whole row groups, of which some may have one more than others.

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from nf4_kernels import cuda
 from nf4_kernels.cuda import device_clock
 from nf4_kernels.cuda.device_clock import KINDS, DeviceClock
+from nf4_kernels.plan import Dequantize, Mma, Plan, Rows, Wgmma
 from nf4_kernels.timing import reader_of
 from tests.nf4_kernels.cuda.cuda_weights import Random, random_weight
 
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 N, K = 12800, 5120
+_KINDS: dict[type[Plan], str] = {Rows: "rows", Mma: "rows", Wgmma: "wgmma", Dequantize: "slices"}
+"""What the time of a launch counts as."""
 REPEATS = 20
 
 
@@ -40,10 +43,9 @@ def layers(weights: list[Random], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize(
-    ("m", "kind"), [(1, "rows"), (8, "rows"), (32, "wgmma"), (64, "wgmma"), (256, "wgmma"), (2048, "slices")]
-)
-def test_times_are_those_of_the_profiler(m: int, kind: str, clock: DeviceClock) -> None:
+@pytest.mark.parametrize("m", [1, 8, 32, 64, 256, 2048])
+def test_times_are_those_of_the_profiler(m: int, clock: DeviceClock) -> None:
+    kind = _KINDS[type(cuda.plan_on(DEVICE, m, N, K))]
     weights = [random_weight(N, K) for _ in range(4)]
     x = torch.randn(m, K, device=DEVICE, dtype=torch.bfloat16)
     layers(weights, x)
@@ -91,7 +93,8 @@ def test_launches_that_time_their_decoding_give_the_same_bits(
     whole = sum(seconds(clock).values()) - sum(before.values())
     share = (sum(clock.decoding().values()) - decoding) / whole
     print(f"M = {m}: {share:.2f} of {whole / REPEATS * 1e6:.1f} us")
-    assert 0.05 < share < 0.8
+    # Others do not time theirs.
+    assert 0.05 < share < 0.8 if isinstance(cuda.plan_on(DEVICE, m, N, K), Rows | Wgmma) else share == 0
 
 
 def test_one_launch_in_so_many_times_its_decoding(clock: DeviceClock) -> None:
