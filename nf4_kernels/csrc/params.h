@@ -236,7 +236,7 @@ typedef struct {
   int32_t blocks;      /* 64-wide k blocks of a consumer warp */
   int32_t tiles;       /* token tiles of 8 choices; so many are a group, whose expert's rows are read once */
   int32_t stages;      /* of the shared-memory ring */
-  int32_t parts;       /* parts of k, whose partial sums are added by a launch behind; 1 with an activation */
+  int32_t parts;       /* parts of k, whose partial sums are added by a launch behind, which then computes the activation */
   int32_t part_blocks; /* 64-wide k blocks of a part */
   int32_t grid;        /* thread blocks */
   int32_t held_groups; /* the most groups that a thread block's share of the work can touch */

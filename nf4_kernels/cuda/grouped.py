@@ -65,7 +65,7 @@ def grouped_linear(x: Tensor, weight: Weight, experts: Tensor, plan: MoeGrouped)
             tile_columns=_COLUMNS,
             k_step=_K,
             most_experts=1 << (count - 1).bit_length(),
-            num_warps=8 if plan.tokens > 64 else 4,
+            num_warps=4,
             num_stages=3,
         )
     return out

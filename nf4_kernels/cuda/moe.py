@@ -22,7 +22,7 @@ from nf4_kernels.cuda.library import Moe, MoeRowsPlan, MoeWarpsPlan, MoeWgmmaPla
 from nf4_kernels.format import Weight, second_level
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
 from nf4_kernels.plan.moe import MoeGrouped, MoePlan, MoeWarps, plan_moe
-from nf4_kernels.plan.moe_rows import MAX_SUMMED_BYTES, MoeRows
+from nf4_kernels.plan.moe_rows import MoeRows
 
 
 def takes(x: Tensor, shape: Sequence[int], blocksize: int, top_k: int, gated: bool) -> bool:
@@ -71,11 +71,7 @@ def run(
     x, experts = aligned(x), experts.contiguous()
     bias = None if bias is None else aligned(bias)
     routing = None if routing is None else routing.contiguous()
-    step = _tokens_at_once(choice, tokens, top_k, n, routing is not None)
-    for first in range(0, tokens, step):
-        part = slice(first, first + step)
-        routed = None if routing is None else routing[part]
-        _launch(choice, out[part], x[part], struct, num_experts, experts[part], bias, routed, activation, follows_gated)
+    _launch(choice, out, x, struct, num_experts, experts, bias, routing, activation, follows_gated)
     return out
 
 
@@ -99,14 +95,6 @@ def _grouped(
     if activation is not None:
         return reference.gated(results, activation)
     return results if routing is None else reference.weighted_sum(results, routing.masked_fill(unknown, 0))
-
-
-def _tokens_at_once(choice: MoePlan, tokens: int, top_k: int, n: int, routed: bool) -> int:
-    """Tokens of one launch: float32 results of moe_rows that a launch behind adds up take MAX_SUMMED_BYTES at most."""
-    if not isinstance(choice, MoeRows):
-        return tokens
-    each = choice.summed_bytes(top_k, n, routed)
-    return min(tokens, max(1, MAX_SUMMED_BYTES // each)) if each else tokens
 
 
 def _launch(

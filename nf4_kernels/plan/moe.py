@@ -46,10 +46,12 @@ SHORT_BLOCKS = 16
 """With up to this many 64-wide k blocks moe_rows has too little work for each group."""
 MOST_OF_WARPS = 5.5
 """Choices of an expert, on average, up to which moe_warps is the fastest one where k is short."""
+LEAST_SHARED = 128 << 10
+"""Bytes of shared memory from which groups of more than 8 choices are worth it."""
 LEAST_GROUPED = 24
 """Choices of an expert, on average, from which weights had better be dequantized where there is no wgmma."""
-GROUPED_TOKENS = (64, 128)
-"""Choices of a tile there."""
+GROUPED_TOKENS = 64
+"""Choices of a tile there; tiles of 128 were slower."""
 DEQUANTIZED_BYTES = 128 << 20
 """Weights that are dequantized at a time."""
 MOST_ADDED = 256
@@ -202,7 +204,7 @@ def moe_candidates(
             if size >= LEAST_TILED:
                 found.append(MoeWgmma(size, groups, multiprocessors, tiled=True))
     if arch != 90:
-        found += [MoeGrouped(size) for size in GROUPED_TOKENS]
+        found.append(MoeGrouped(GROUPED_TOKENS))
     return found
 
 
@@ -258,7 +260,7 @@ def plan_moe(
     rows = [c for c in candidates if isinstance(c, MoeRows)]
     grouped = [c for c in candidates if isinstance(c, MoeGrouped)]
     if groups and grouped and (each >= LEAST_GROUPED or not rows):
-        return grouped[0 if each < 2 * grouped[0].tokens else -1]
+        return grouped[0]
     short = k // 64 <= SHORT_BLOCKS
     if short and each <= MOST_OF_WARPS:
         # Thread blocks that add up choices have whole row groups, of which some may have one more than others.
@@ -275,7 +277,8 @@ def plan_moe(
         if each < LEAST_OF_TILES:
             wgmma = [c for c in wgmma if not c.tiled]
         return min(wgmma, key=lambda plan: moe_wgmma_cost(plan, choices, chosen, n, k))
-    tiles = 1 if each <= 5 or choices <= 8 else 2 if each <= 10 else 4
+    little_shared = shared_bytes(arch) < LEAST_SHARED
+    tiles = 1 if each <= 5 or choices <= 8 or little_shared else 2 if each <= 10 else 4
     if short and choices <= GROUP_ROWS:
         rows.sort(key=lambda c: (not c.adds, c.blocks, c.tiles))
     else:

@@ -20,8 +20,6 @@ MOE_SMALL_INSTANCES = ((8, 1, 1, 1), (8, 1, 2, 1), (4, 1, 2, 2))
 MOE_BOXED = ((16, 1, 4, 1), (16, 2, 3, 1), (16, 2, 4, 1))
 MOST_UNSORTED = 1024
 """Choices that thread blocks group themselves."""
-MAX_SUMMED_BYTES = 128 << 20
-"""Bytes of float32 results that a launch behind adds up; more tokens are computed one part after another."""
 _SMALL_SHARED_BYTES = 99 << 10
 
 
@@ -54,11 +52,7 @@ class MoeRows:
     def workspace_bytes(self, choices: int, x_rows: int, experts: int, n: int, k: int, routed: bool) -> int:
         """The list of groups, if any, and float32 results that a launch behind adds up."""
         listed = list_bytes(choices, experts, self.tiles * 8) if self.sorted else 0
-        return listed + self.summed_bytes(choices, n, routed)
-
-    def summed_bytes(self, choices: int, n: int, routed: bool) -> int:
-        """Bytes of the float32 results that a launch behind adds up."""
-        return self.parts * choices * n * 4 if (routed or self.parts > 1) and not self.adds else 0
+        return listed + (self.parts * choices * n * 4 if (routed or self.parts > 1) and not self.adds else 0)
 
     def __str__(self) -> str:
         parts = "" if self.parts == 1 else f", k in {self.parts} parts"
@@ -83,7 +77,8 @@ def moe_rows_candidates(
 ) -> list[MoeRows]:
     """The moe_rows launches that a device can do: for groups of each size and each number of teams the smallest that fit.
 
-    Gates and ups have k in parts, which a launch behind adds up, only if no launch does without.
+    Gates and ups have k in parts, which a launch behind adds up, only if no launch does without; not on Hopper, which
+    has moe_wgmma.
     """
     k_blocks, shared = k // 64, shared_bytes(arch)
     instances = MOE_SMALL_INSTANCES if shared == _SMALL_SHARED_BYTES else MOE_INSTANCES
@@ -98,7 +93,7 @@ def moe_rows_candidates(
         if plan is not None:
             found[tiles, teams] = plan
     whole = [plan for plan in found.values() if plan.parts == 1]
-    return whole if gated and whole else list(found.values())
+    return whole if gated and (whole or arch == 90) else list(found.values())
 
 
 def _plan(

@@ -54,8 +54,11 @@ def test_every_gpu_from_ampere_on_has_launches_for_gates_and_ups() -> None:
     assert isinstance(whole, MoeRows)
     assert isinstance(parts, MoeRows)
     assert (whole.parts, parts.parts) == (1, 2)
-    assert whole.summed_bytes(64, 1536, False) == 0
-    assert parts.summed_bytes(64, 1536, False) == 2 * 64 * 1536 * 4
+    # Groups of 8 are the faster ones with little shared memory; many choices are multiplied by dequantized weights.
+    assert [plan.tiles for plan in (plan_moe(tokens, *shapes[0], 86, 84, gated=True) for tokens in (8, 300))
+            if isinstance(plan, MoeRows)] == [1, 1]  # fmt: skip
+    assert plan_moe(2048, *shapes[0], 86, 84, gated=True) == MoeGrouped(64)
+    assert isinstance(plan_moe(2048, *shapes[0], 86, 84, gated=True, groups=False), MoeRows)
 
 
 def test_plan_of_few_and_many_tokens() -> None:

@@ -218,21 +218,6 @@ def test_listed_groups_are_those_of_thread_blocks() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("gated", [False, True], ids=["linear", "gated"])
-def test_many_tokens_are_computed_in_parts(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = random_experts(6, 72, 8704)
-    plans: list[MoePlan] = [
-        plan
-        for plan in moe_candidates(70, 3, 6, 72, 8704, *device(), True, gated, not gated)
-        if isinstance(plan, MoeRows) and plan.summed_bytes(3, 72, not gated)
-    ]
-    assert plans
-    monkeypatch.setattr(cuda_moe, "MAX_SUMMED_BYTES", 9 * 4 * 3 * 72 * 4)
-    check(weight, 70, random_choices(70, 3, 6, "unknown"), gated, plans=plans)
-    check(weight, 70, random_choices(70, 3, 6), gated, per_choice=True, plans=plans)
-
-
-@gpu
 def test_in_a_graph_choices_may_change() -> None:
     weight = random_experts(16, 128, 512)
     x = torch.randn(24, 512, device=DEVICE, dtype=torch.bfloat16)
