@@ -15,8 +15,11 @@ from tests.engine.interpreted import run_interpreted
 
 
 def check() -> None:
-    """Every choice times its expert's weight, in slices of one and of several experts; experts nobody chose, and none."""
-    from nf4_kernels.cuda import grouped
+    """Every choice times its expert's weight, in slices of one and of several experts; experts nobody chose, and none.
+
+    With what comes after it, too: a choice whose expert does not exist counts for nothing.
+    """
+    from nf4_kernels.cuda import grouped, moe
 
     weights: dict[int, torch.Tensor] = {}
 
@@ -40,6 +43,15 @@ def check() -> None:
             rows = x if x.dim() == 3 else x[:, None].expand(tokens, top_k, k)
             wanted = torch.einsum("tcnk,tck->tcn", weights[0][ids.clamp(0, experts - 1).long()], rows)
             torch.testing.assert_close(out[known], wanted[known], rtol=2e-5, atol=2e-4)
+            bias, routing = torch.randn(experts, n), torch.rand(tokens, top_k)
+            of_known = routing.masked_fill(~known, torch.nan)
+            for whole, expected in (
+                (moe._grouped(MoeGrouped(16), x, weight, ids, bias, of_known, None),
+                 reference.moe_linear(x, weight, ids, bias, routing)),
+                (moe._grouped(MoeGrouped(16), x, weight, ids, None, None, "swiglu_oai"),
+                 reference.moe_gated_linear(x, weight, ids, "swiglu_oai")),
+            ):  # fmt: skip
+                torch.testing.assert_close(whole, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_in_the_interpreter() -> None:
