@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import random
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -18,12 +20,29 @@ from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import Sequence
 from server.engine.scheduling.step import Step
 from server.types import GenerateRequest
+from tests.checkpoint.families import skip_where_refused
 from tests.engine.factories import SchedulerDriver, run_together, tokens
 from tests.engine.models import VOCABULARY, tiny_model
 
 CONFIG = EngineConfig(device="cpu", block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6)
 TOLERANCE = 2e-4
 """Largest difference of log-probabilities: two orders of float32 sums through four layers of large weights."""
+_OTHER_KERNELS = (
+    "FusedRMSNormGated", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "causal_conv1d_fn",
+    "causal_conv1d_update", "mamba2_chunk_scan", "mamba2_selective_state_update",
+)  # fmt: skip
+
+
+def without_other_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have transformers' models of a family compute with torch alone: kernels of fla are tuned for minutes, and round."""
+    skip_where_refused(family)
+    name = family.removesuffix("_text")
+    source = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    for name in (*_OTHER_KERNELS, "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        if hasattr(source, name):
+            plain = getattr(getattr(source, name), "__wrapped__", None)
+            if plain is not None or name in _OTHER_KERNELS:
+                monkeypatch.setattr(source, name, plain)
 
 
 @functools.cache

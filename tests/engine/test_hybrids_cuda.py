@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.speculation.costs import StepCosts
 from server.types import GenerateRequest, RequestOutput
 from tests.engine.factories import fix_costs, make_request, run_together, tokens
-from tests.engine.hybrids import prompt_of, say_few_tokens
+from tests.engine.hybrids import prompt_of, say_few_tokens, without_other_kernels
 from tests.engine.models import HYBRIDS, tiny_model
 from tests.engine.test_kinds_cuda import GPU, NEAR_TIE
 
@@ -53,21 +52,11 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 CHEAP = StepCosts({n: 1 + n / 1000 for n in DRAFT_SIZES}, {n: 1 + n / 1000 for n in range(1, 5)})
 LENGTHS = (5, 60, 64, 65, 1, 200, 33, 700, 2, 130)
-_OTHER_KERNELS = (
-    "FusedRMSNormGated", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "causal_conv1d_fn",
-    "causal_conv1d_update", "mamba2_chunk_scan", "mamba2_selective_state_update",
-)  # fmt: skip
 
 
 def oracle_of(family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """transformers' model, which computes with torch alone: kernels of fla are tuned for minutes."""
-    tiny_model(family, **WIDE[family])  # imports its code
-    source = sys.modules[f"transformers.models.{family.removesuffix('_text')}.modeling_{family.removesuffix('_text')}"]
-    for name in (*_OTHER_KERNELS, "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
-        if hasattr(source, name):
-            plain = getattr(getattr(source, name), "__wrapped__", None)
-            if plain is not None or name in _OTHER_KERNELS:
-                monkeypatch.setattr(source, name, plain)
+    """transformers' model, which computes with torch alone."""
+    without_other_kernels(family, monkeypatch)
     return tiny_model(family, **WIDE[family]).to(GPU, torch.bfloat16)
 
 

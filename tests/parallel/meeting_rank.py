@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -11,22 +12,30 @@ from nf4_kernels.cuda.peers import most_bytes
 from server.engine.runtime import exchange
 from server.engine.runtime.peers import meet_peers
 
+WITHOUT: tuple[tuple[int, ...], ...] = ((), (1,), (0, 1))
+"""By meeting, the ranks that have peer access switched off."""
+
 
 def main() -> None:
-    """The process group is gloo's alone: NCCL takes no two ranks with one GPU."""
+    """The process groups are gloo's alone: NCCL takes no two ranks with one GPU."""
     rank, ranks = int(sys.argv[1]), int(sys.argv[2])
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    store = torch._C._distributed_c10d.FileStore(sys.argv[3], ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    peers = meet_peers(device, rank, ranks)
-    if peers is None:
-        print("alone")
-        return
-    exchange._Process.membership = exchange.Membership(rank, ranks, sys.argv[3])
-    exchange._Process.peers = peers
-    # CUDA does not say of one GPU that NVLink links it with itself.
-    assert exchange.one_launch() == most_bytes(ranks, False)
+    for meeting, without in enumerate(WITHOUT):
+        os.environ["NCCL_P2P_DISABLE"] = str(int(rank in without))
+        store = torch._C._distributed_c10d.FileStore(f"{sys.argv[3]}-{meeting}", ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        exchange._Process.membership = exchange.Membership(rank, ranks, sys.argv[3])
+        exchange._Process.peers = meet_peers(device, rank, ranks)
+        if exchange._Process.peers is not None:
+            check(device, rank, ranks)
+        print("alone" if exchange._Process.peers is None else "together")
+        exchange.leave()
+
+
+def check(device: torch.device, rank: int, ranks: int) -> None:
+    """Sum tensors that one launch can sum."""
+    assert exchange.one_launch() in (most_bytes(ranks, False), most_bytes(ranks, True))
     exchange.bound_waiting(60.0)
     with torch.inference_mode():
         for tokens in (1, 7, 24):
@@ -38,7 +47,6 @@ def main() -> None:
                 assert bool((x == ranks * (ranks + 1) / 2 + 0.5).all())
                 exchange.all_reduce(residual)
                 assert bool((residual == 0.5 * ranks).all())
-    print("together")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,11 +111,16 @@ class Reference:
 
 
 def check_images(
-    name: str, budget: int, folder: Path, device: torch.device, dtype: torch.dtype, ranks: int = 1
+    name: str,
+    budget: int,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    processes: list[subprocess.Popen[bytes]] | None = None,
 ) -> None:
     """Every token of the engine is the likeliest one, or nearly, of transformers' forward over prompt and answer.
 
-    With several ranks, the others are left running.
+    processes: those of other ranks, which are left running.
     """
     changes, picture = FAMILIES[name]
     model = random_model(config_of(name, **merged(settings_of(name), changes)), size=0.08)
@@ -128,11 +134,11 @@ def check_images(
     save_nf4(model, folder / "model")
     config = EngineConfig(
         device=device.type, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=512, kv_cache_bytes=2**24,
-        tensor_parallel_size=ranks, state_snapshot_bytes=2**24,
+        tensor_parallel_size=len(processes or []) + 1, state_snapshot_bytes=2**24,
     )  # fmt: skip
-    if ranks > 1:
+    if processes:
         (folder / "model" / "preprocessor_config.json").write_text("{}")
-        runner, _ = load_ranks(folder / "model", config, silent, print, [])
+        runner, _ = load_ranks(folder / "model", config, silent, print, [], processes)
     else:
         runner = build_runner(load_model(folder / "model", device, dtype, silent, towers=True), config)
     engine = Engine(runner, config)
