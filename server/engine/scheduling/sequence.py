@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
@@ -139,9 +140,9 @@ class Sequence:
         self.adapter = None if adapter is None else adapter.slot
         """The slot of its LoRA adapter."""
         self.adapter_name = request.adapter
-        # Every token of a prompt that is scored has to be computed.
+        # Every token of a prompt that is scored has to be computed, also where a request of the same id was before.
         scored = self.sampling.prompt_logprobs is not None
-        self.cache_salt = request.request_id.encode() if scored else b"" if adapter is None else adapter.salt
+        self.cache_salt = os.urandom(16) if scored else b"" if adapter is None else adapter.salt
         """Sequences of different salts share no blocks."""
         self.num_named = 0
         """KV blocks, from the first on, that other sequences can find by key."""

@@ -57,6 +57,15 @@ def test_a_prompt_seen_before_is_taken_from_the_cache_but_for_its_last_tokens() 
     assert engine.stats().kv_blocks_used == 0
 
 
+def test_a_prompt_that_is_scored_is_computed_whole_also_behind_a_request_of_the_same_id() -> None:
+    engine, _ = make_engine()
+    request = make_request(24, "same", prompt_logprobs=1)
+    first, second = (run(engine, request)[0][0] for _ in range(2))
+    assert first.num_cached_tokens == second.num_cached_tokens == 0
+    assert first.prompt_logprobs is not None
+    assert first.prompt_logprobs == second.prompt_logprobs
+
+
 def test_a_prefix_is_shared_while_its_first_owner_still_runs() -> None:
     engine, _ = make_engine()
     prompt = list(range(3, 3 + 24))

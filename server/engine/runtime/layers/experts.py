@@ -49,12 +49,13 @@ class Experts:
             return _sum(z, y)
         if self.shared is not None:
             z = self.shared(x, None, None)
-            if x.is_cuda and type(self.shared_gate) is nn.Linear and not (self.is_partial or self.is_mean):
+            gate = self.shared_gate
+            if x.is_cuda and type(gate) is nn.Linear and gate.bias is None and not (self.is_partial or self.is_mean):
                 # Triton is not installed without CUDA.
                 from server.engine.runtime.layers.kernels import add_gated
 
-                return add_gated(x, self.shared_gate.weight, z, y, residual)
-            y = y + (z if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * z)
+                return add_gated(x, gate.weight, z, y, residual)
+            y = y + (z if gate is None else torch.sigmoid(gate(x)) * z)
             if self.is_mean:
                 y = y / 2
         if not self.is_partial:
