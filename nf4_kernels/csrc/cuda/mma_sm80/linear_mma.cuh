@@ -14,7 +14,7 @@
 
 #include "epilogue.cuh"
 #include "loads.cuh"
-#include "table.cuh"
+#include "multiply.cuh"
 
 namespace nf4 {
 
@@ -45,46 +45,6 @@ struct Codes {
                  : "r"(__byte_perm(word, lane_offset, 0x7504 | (s % 2 * 2 + r / 2) << 4)), "n"(kSharedBase));
   }
 };
-
-// Multiplies one k step, in blocks of some token tiles and 16 k. between(block) runs after each.
-template <typename T, typename Shape, typename Between>
-__device__ __forceinline__ void multiply_step(float (&acc)[Shape::kRowTiles][Shape::kTiles][4],
-                                              const Operands<Shape>& operands, unsigned activations,
-                                              const float (&scale)[Shape::kRowTiles * 2], Between between) {
-  constexpr int kRowTiles = Shape::kRowTiles, kGroup = Shape::kGroup;
-  unsigned neighbours = activations ^ 16;
-#pragma unroll
-  for (int first = 0; first < Shape::kTiles; first += kGroup) {
-    float sum[kGroup][kRowTiles][4] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint4 b[kGroup];
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) {
-        b[j] = load_operand((half ? neighbours : activations) + (first + j) * 8 * kTableStride);
-      }
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-#pragma unroll
-        for (int j = 0; j < kGroup; ++j) {
-#pragma unroll
-          for (int i = 0; i < kRowTiles; ++i) {
-            mma<T>(sum[j][i], operands.a[i][half * 2 + s], s ? b[j].z : b[j].x, s ? b[j].w : b[j].y, sum[j][i]);
-          }
-        }
-        between(first / kGroup * 4 + half * 2 + s);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc[i][first + j][e] += sum[j][i][e] * scale[i * 2 + e / 2];
-      }
-    }
-  }
-}
 
 template <typename T, int kWarps, int kTiles>
 __global__ void __launch_bounds__(kWarps * 32, 1) linear_mma(const __grid_constant__ MmaArgs args) {
@@ -155,7 +115,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) linear_mma(const __grid_consta
 #pragma unroll
       for (int i = 0; i < kOperands; ++i) read.decode(operands, i, lane_offset);
     }
-    multiply_step<T, Shape>(acc, operands, tokens + Shape::activations(index), scale, [&](int block) {
+    multiply_step<T, Shape>(acc, operands.a, tokens + Shape::activations(index), scale, [&](int block) {
       if (block == Shape::kLoadBlock) {
         if (begins) activations_loader.load(args, count);
         codes_loader.load(args, index + Shape::kCodesAhead, count);

@@ -11,6 +11,7 @@
 // Within 64 k, lane t of a quad takes weights 16t..16t+15 (8 contiguous bytes), and the activations are picked to match.
 #pragma once
 
+#include "../multiply.cuh"
 #include "../writer.cuh"
 #include "loads.cuh"
 
@@ -33,43 +34,6 @@ struct BlockOperands {
     }
   }
 };
-
-// Multiplies one k block.
-template <typename T, typename Shape>
-__device__ __forceinline__ void multiply_block(float (&acc)[Shape::kRowTiles][Shape::kTiles][4], const BlockOperands<Shape>& block,
-                                               unsigned activations, const float (&scale)[Shape::kRows]) {
-  constexpr int kGroup = Shape::kGroup, kRowTiles = Shape::kRowTiles;
-#pragma unroll
-  for (int first = 0; first < Shape::kTiles; first += kGroup) {
-    float sum[kGroup][kRowTiles][4] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint4 b[kGroup];
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) {
-        b[j] = load_operand((half ? activations ^ 16 : activations) + (first + j) * 8 * kTableStride);
-      }
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-#pragma unroll
-        for (int j = 0; j < kGroup; ++j) {
-#pragma unroll
-          for (int i = 0; i < kRowTiles; ++i) {
-            mma<T>(sum[j][i], block.a[i][half * 2 + s], s ? b[j].z : b[j].x, s ? b[j].w : b[j].y, sum[j][i]);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc[i][first + j][e] += sum[j][i][e] * scale[i * 2 + e / 2];
-      }
-    }
-  }
-}
 
 // Adds the sums of the k warps in their order: those of all but the first are handed over where activations lay. These have been
 // read by all warps, and none are under way.
@@ -141,7 +105,8 @@ __device__ __forceinline__ void consume(const WholeArgs& args, char* shared, int
         BlockOperands<Shape> block;
         block.decode(rows.codes[u], lane_offset);
         rows.load(u);
-        multiply_block<T, Shape>(acc, block, activations + u % kChunk * (Shape::kTokens * kTableStride), scale);
+        multiply_step<T, Shape>(acc, block.a, activations + u % kChunk * (Shape::kTokens * kTableStride), scale,
+                                [](int) {});
         if ((u + 1) % kChunk == 0) {
           __syncwarp();
           if (lane == 0) barrier_arrive(Shape::empty(base, quarter));
