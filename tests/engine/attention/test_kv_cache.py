@@ -84,3 +84,16 @@ def test_keys_of_few_items_are_split() -> None:
         assert of_tokens[-1][1] == last
         assert len(of_tokens) > 8 or last < 40
     assert len(chunk_items.layout(lengths * 0, lengths * 32, starts, np.array([1, 2]), 32, room)) == 74
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start", "parts"), [(992, 30000, 2), (992, 0, 1), (700, 30000, 3), (1500, 30000, 1)]
+)
+def test_items_of_like_lengths_fill_whole_waves(tokens: int, start: int, parts: int) -> None:
+    """Qwen3.5-27B on an H200: 33 items are a wave, and 48 would take the time of 66."""
+    room, zero = chunk_items.chunk_room(132, 4), np.array([0])
+    numbers = chunk_items.layout(zero, zero + tokens, zero + start, zero, 21, room)
+    items = -(-tokens // 21)
+    assert len(numbers) - 1 == items * parts <= chunk_items.most_items(tokens, 1, 21, room)
+    assert parts == 1 or items * parts <= room.wave + room.spare
+    assert set(numbers[1:, 6].tolist()) == {parts}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,17 +14,25 @@ FIELDS = 8
 _SMALLEST_PART = 256
 # Items beyond a wave of thread blocks that split keys may make: parts of few items fill the last of several waves.
 _SPARE_WAVES = 3
+# Waves of items whose keys are split. The last of more waves is idle for a smaller share of the time.
+_FILLED_WAVES = 2
 
 
 def chunk_room(processors: int, kv_heads: int) -> Room:
     """Room for parts of the keys of a step's items, on a device of so many multiprocessors, one thread block for each."""
     wave = max(1, processors // kv_heads)
-    return Room(wave, _SPARE_WAVES * wave, _SMALLEST_PART)
+    return Room(wave, _SPARE_WAVES * wave, _SMALLEST_PART, _FILLED_WAVES)
 
 
 def most_items(tokens: int, sequences: int, tokens_per_item: int, room: Room | None = None) -> int:
     """The most items that chunks of `sequences` sequences with `tokens` tokens in all can have."""
     return tokens // tokens_per_item + min(tokens, sequences) + (0 if room is None else room.spare)
+
+
+def _fills_badly(ends: Numbers, room: Room) -> bool:
+    """Whether items with these keys leave thread blocks idle. In several waves, items of unlike lengths fill them."""
+    count = len(ends)
+    return 0 < count <= room.wave or (room.wave < count <= room.filled * room.wave and 2 * ends.min() > ends.max())
 
 
 def layout(
@@ -48,8 +58,9 @@ def layout(
     items = np.stack((rows[chunk] + begin, count, starts[chunk] + begin, table_rows[chunk]), 1)
     items = items[np.argsort(-items[:, 2], kind="stable")]
     ends = items[:, 2] + items[:, 1]
-    if room is not None and 0 < len(items) <= room.wave:
-        of_keys = split_keys(ends, room, None)
+    if room is not None and _fills_badly(ends, room):
+        spare = min(room.spare, room.wave + room.spare - len(items))
+        of_keys = split_keys(ends, replace(room, spare=spare), None)
     else:
         places = np.arange(len(items))
         of_keys = Items(places, np.zeros_like(ends), ends, places, np.ones_like(ends))

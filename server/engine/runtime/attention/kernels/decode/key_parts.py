@@ -31,6 +31,8 @@ class Room:
     """The items that there may be beyond one for each sequence; 0: no sequence's keys are split."""
     smallest: int = SMALLEST_PART
     """Keys of the shortest part; the number of a part's keys is a multiple of it, but for a sequence's last part."""
+    filled: int = 1
+    """With sequences for so many waves, keys are split so that items fill whole waves; with more, to be of like lengths."""
 
     @classmethod
     def of(cls, processors: int, kv_heads: int, per_processor: int = PER_PROCESSOR) -> Room:
@@ -81,7 +83,7 @@ def _part_length(wanted: Numbers, seen: Numbers, room: Room) -> int:
     """
     if room.spare == 0:
         return int(seen.max())
-    if len(seen) > room.wave:
+    if len(seen) > room.filled * room.wave:
         # Only a sequence that is much longer than the others is worth being split.
         return max(room.smallest, _rounded(-(-int(wanted.sum()) // room.spare), room.smallest))
     return _filling_length((-(-seen // room.smallest)).tobytes(), room)
@@ -102,7 +104,7 @@ def _filling_length(units: bytes, room: Room) -> int:
     if total <= min(room.wave, count + room.spare):
         return room.smallest  # parts cannot be shorter, and all of them are in one wave
     best, least, before = 1, math.inf, 0
-    for waves in range(1, _MOST_WAVES + 1):
+    for waves in range(-(-count // room.wave), _MOST_WAVES + 1):
         limit = min(waves * room.wave, count + room.spare)
         # No parts are shorter than an equal share of all keys.
         if limit > before and waves * (total / limit + 1) < least:
