@@ -8,7 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from nf4_kernels.mamba2_params import Mamba2
 from server.engine.runtime.layers.stateful.pieces import Piece
-from server.engine.runtime.layers.stateful.state_kernels import shift, softplus, taps_of
+from server.engine.runtime.layers.stateful.state_kernels import shift, shift_one, softplus, taps_of
 
 _CHANNELS = 64
 _COLUMNS = 64
@@ -29,7 +29,8 @@ def convolve(p: Mamba2, piece: Piece, chunk: int) -> torch.Tensor:
         *(p.conv_bias is not None, p.conv_weight.shape[1], chunk, block),
         num_warps=4,
     )
-    shift(p.xbc, p.conv_state, piece)
+    if chunk > 1:
+        shift(p.xbc, p.conv_state, piece)
     return mixed
 
 
@@ -89,6 +90,8 @@ def _convolve(  # type: ignore[no-untyped-def]
     total = taps_of(
         xbc, weight, conv_state, first, token, inside, slot, continues, channel, known, xbc_stride, slot_stride, taps, 0
     )
+    if chunk == 1:
+        shift_one(xbc, conv_state, first, slot, continues, channel, known, xbc_stride, slot_stride, taps, 0)
     if has_bias:
         total += tl.load(bias + channel, mask=known, other=0.0)[None, :]
     result = (total / (1.0 + tl.exp(-total))).to(mixed.dtype.element_ty)
