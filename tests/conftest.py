@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +45,15 @@ class RunningServer:
     process: subprocess.Popen[bytes]
     log: Path
 
+    def client(self, **options: Any) -> httpx.Client:
+        """A client with httpx's options that asks no proxy."""
+        return httpx.Client(base_url=self.base_url, timeout=120, trust_env=False, **options)
+
 
 _FIXTURES = {"embedded_folder", "server", "served", "debugger"}
 """Fixtures that start a server or a browser, or need the embedded model."""
 _HELPERS = {
-    *("start_server", "subprocess", "run_interpreted", "fusing"),
+    *("start_server", "serving", "subprocess", "run_interpreted", "fusing"),
     *("load_runner", "build_runner", "make_engine", "tiny_model", "load_model", "load_shard", "load_ranks", "save_moe"),
 }
 """Imports of modules whose tests start processes, compile, or compute with whole models."""
@@ -144,25 +150,37 @@ class start_server:  # noqa: N801 - used as a function
 
     Set up by QUICK_START; eager: also by its last variable. The server that most tests share is not.
     loading: entering waits until the server listens, and not for the model.
+    config: a file of the configuration, or what to write into one next to the log.
+    environment: more variables.
     """
 
     is_marked = True
 
-    def __init__(self, log: Path, *arguments: str, eager: bool = True, loading: bool = False) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *arguments: str,
+        config: Path | dict[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        eager: bool = True,
+        loading: bool = False,
+    ) -> None:
+        if isinstance(config, dict):
+            (log.with_name("serve.yaml")).write_text(json.dumps(config))
+            config = log.with_name("serve.yaml")
         self._log = log
         self._awaited = "/" if loading else "/health"
-        self._arguments = arguments
-        self._eager = eager
+        self._arguments = arguments if config is None else ("--config", str(config), *arguments)
+        self._environment = {**QUICK_START, "PYTHONUNBUFFERED": "1", **os.environ, **(environment or {})}
+        if not eager:
+            self._environment.pop("NF4_ENGINE__ENFORCE_EAGER")
 
     def __enter__(self) -> RunningServer:
         assert self.is_marked, "a test that starts a server has the marker process"
         port = free_port()
         command = [sys.executable, "-m", "server", "--port", str(port), *self._arguments]
         with self._log.open("wb") as output:
-            environment = {**QUICK_START, "PYTHONUNBUFFERED": "1", **os.environ}
-            if not self._eager:
-                environment.pop("NF4_ENGINE__ENFORCE_EAGER")
-            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=self._environment)
         base_url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + READY_TIMEOUT_S
         while True:
@@ -185,15 +203,28 @@ class start_server:  # noqa: N801 - used as a function
             raise
 
 
+@contextlib.contextmanager
+def serving(folder: Path, config: Path | dict[str, Any], *arguments: str, **options: Any) -> Iterator[httpx.Client]:
+    """Client of a server that has its log in folder; options are httpx's."""
+    with start_server(folder / "log", *arguments, config=config) as server, server.client(**options) as client:
+        yield client
+
+
 def engine_pid(server_pid: int) -> int:
     """Process id of a server's engine, not of the one that stands by. StopIteration where there is none."""
     children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
     return next(int(child) for child in children if Path(f"/proc/{child}/comm").read_text() == "nf4-engine\n")
 
 
+def until(condition: Callable[[], object], timeout_s: float = 90.0) -> float:
+    """Wait until a condition holds; the seconds that it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, "it did not happen in time"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
 def until_ready(server: RunningServer) -> None:
     """Wait until /health is 200."""
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while httpx.get(f"{server.base_url}/health", timeout=5).status_code != 200:
-        assert time.monotonic() < deadline, "the server is not ready"
-        time.sleep(0.1)
+    until(lambda: is_ready(f"{server.base_url}/health"), READY_TIMEOUT_S)

@@ -96,9 +96,8 @@ def test_warnings_and_what_nobody_caught_are_lines_too(capsys: pytest.CaptureFix
 def test_every_line_of_a_server_is_json(embedded_folder: Path, tmp_path: Path) -> None:
     """Loading, requests, an engine that dies, the next one, the end."""
     config = write_random_model(tmp_path / "model", embedded_folder)
-    with start_server(
-        tmp_path / "log", "--config", str(config), "--log-format", "json", "--log-level", "info"
-    ) as server:
+    arguments = ("--log-format", "json", "--log-level", "info")
+    with start_server(tmp_path / "log", *arguments, config=config) as server:
         ask = {"model": "smollm2-135m-instruct", "prompt": "a", "max_tokens": 60000, "ignore_eos": True, "stream": True}
         with httpx.stream(
             "POST", f"{server.base_url}/v1/completions", json=ask, headers={"X-Request-ID": "mine"}, timeout=60

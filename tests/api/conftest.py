@@ -13,7 +13,7 @@ import pytest
 
 from server.text.tokenizer import Tokenizer
 from tests.clients.random_model import write_random_model
-from tests.conftest import RunningServer, start_server
+from tests.conftest import RunningServer, serving
 
 if TYPE_CHECKING:
     from tests.api.pages.browser import Page
@@ -23,7 +23,7 @@ MODEL = "smollm2-135m-instruct"
 
 @pytest.fixture(scope="session")
 def http(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.base_url, timeout=60, trust_env=False) as client:
+    with server.client() as client:
         yield client
 
 
@@ -31,11 +31,7 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
 def long_context(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a server with a small random model that has 65536 tokens of context."""
     folder = tmp_path_factory.mktemp("long_context")
-    config = write_random_model(folder, embedded_folder)
-    with (
-        start_server(folder / "log", "--config", str(config)) as server,
-        httpx.Client(base_url=server.base_url, timeout=120, trust_env=False) as client,
-    ):
+    with serving(folder, write_random_model(folder, embedded_folder)) as client:
         yield client
 
 
@@ -67,10 +63,7 @@ def thinking(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     http = {"api_keys": ["key", "other"], "max_requests_per_key": 1, "response_store": 3}
     config = write_random_model(folder, embedded_folder, http)
     (folder / "chat_template.jinja").write_text(THINKING)
-    with (
-        start_server(folder / "log", "--config", str(config)) as server,
-        httpx.Client(base_url=server.base_url, timeout=60, trust_env=False, headers={"x-api-key": "key"}) as client,
-    ):
+    with serving(folder, config, headers={"x-api-key": "key"}) as client:
         yield client
 
 

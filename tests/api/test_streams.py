@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
 
 import pytest
 
 from server.api.http.errors import bad_request
-from server.api.http.streaming import error_event
+from server.api.http.streaming import error_event, event
 from server.api.translate.content_blocks import ContentBlocks
 from server.text.answer import CallDelta, Part
 
+TEXT = "a\u2028b\u2029c\x85d\\\u2028e"
+ERROR = bad_request(TEXT, None, None)
+EVENTS = [
+    (event({"error": {"message": TEXT}}), []),
+    (event({"error": {"message": TEXT}}, "kind"), ["event: kind"]),
+    (error_event(ERROR), []),
+    (error_event(ERROR, anthropic=True), ["event: error"]),
+]
 
-@pytest.mark.parametrize("anthropic", [False, True])
-def test_an_error_that_ends_a_stream_is_one_line_to_splitlines(anthropic: bool) -> None:
-    text = "a\u2028b\u2029c\x85d"
-    *head, data = error_event(bad_request(text, None, None), anthropic=anthropic).decode().splitlines()[:-1]
-    assert head == (["event: error"] if anthropic else [])
-    written: dict[str, Any] = json.loads(data.removeprefix("data: "))
-    assert written["error"]["message"] == text
+
+@pytest.mark.parametrize(("written", "before"), EVENTS, ids=["event", "named", "error", "anthropic"])
+def test_an_events_data_is_one_line_to_splitlines(written: bytes, before: list[str]) -> None:
+    """As some clients read them, httpx' iter_lines() too: U+0085, U+2028 and U+2029 end a line there."""
+    *head, data, end = written.decode().splitlines()
+    assert (head, end) == (before, "")
+    assert json.loads(data.removeprefix("data: "))["error"]["message"] == TEXT
 
 
 @pytest.mark.parametrize("part", [Part(content="x" * 40), Part(calls=[CallDelta(0, None, None, "x" * 40)])])

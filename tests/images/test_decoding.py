@@ -8,22 +8,13 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from server.images.decoding import ImageError, decode
-from tests.api.images.hostile_images import hostile_images
+from tests.api.images.hostile_images import chunk, hostile_images, png
 from tests.api.images.image_models import encoded, picture
 
 MOST = 10_000
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def png(width: int, height: int, pixels: bytes, depth: int = 8, color: int = 2) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("form", ["PNG", "WEBP", "GIF", "JPEG"])
@@ -38,6 +29,7 @@ def test_other_modes_become_rgb() -> None:
     gray = picture(1).convert("L")
     for mode in ("L", "LA", "P", "RGBA", "1"):
         assert decode(encoded(gray.convert(mode)), MOST).mode == "RGB"
+    assert decode(encoded(picture(1).convert("CMYK"), "JPEG"), MOST).mode == "RGB"
     deep = Image.fromarray(np.asarray(gray, np.uint16) * 257)
     assert np.abs(np.asarray(decode(encoded(deep), MOST).convert("L"), int) - np.asarray(gray, int)).max() <= 1
 
@@ -59,10 +51,8 @@ def test_what_is_transparent_is_white() -> None:
         buffer = io.BytesIO()
         plain.convert(mode).save(buffer, "PNG", transparency=key)
         assert decode(buffer.getvalue(), MOST).getpixel((0, 0)) == (255, 255, 255), mode
-    deep = chunk(b"tRNS", b"\xff\xff") + chunk(b"IDAT", zlib.compress(b"\0" + b"\xff\xff" * 3))
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 3, 1, 16, 0, 0, 0, 0))
-    image = decode(b"\x89PNG\r\n\x1a\n" + header + deep + chunk(b"IEND", b""), MOST)
-    assert image.getpixel((0, 0)) == (255, 255, 255)
+    deep = chunk(b"tRNS", b"\xff\xff"), chunk(b"IDAT", zlib.compress(b"\0" + b"\xff\xff" * 3))
+    assert decode(png(3, 1, *deep, depth=16, color=0), MOST).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_a_turned_photo_is_upright() -> None:
@@ -70,7 +60,9 @@ def test_a_turned_photo_is_upright() -> None:
     exif[0x0112] = 6  # turned by 90 degrees
     buffer = io.BytesIO()
     picture(1).save(buffer, "JPEG", exif=exif)
-    assert decode(buffer.getvalue(), MOST).size == (30, 40)
+    seen = ImageOps.exif_transpose(Image.open(buffer)).convert("RGB")
+    assert np.array_equal(decode(buffer.getvalue(), MOST), seen)
+    assert seen.size == (30, 40)
 
 
 def test_low_detail_is_smaller_and_never_larger() -> None:
@@ -79,11 +71,11 @@ def test_low_detail_is_smaller_and_never_larger() -> None:
 
 
 def test_a_bomb_is_refused_before_it_is_decoded() -> None:
-    bomb = png(60_000, 60_000, zlib.compress(bytes(60_001 * 100)))
+    bomb = png(60_000, 60_000, chunk(b"IDAT", zlib.compress(bytes(60_001 * 100))))
     with pytest.raises(ImageError, match="60000 x 60000 pixels; at most 10000"):
         decode(bomb, MOST)
     with pytest.raises(ImageError, match="65536 a side"):
-        decode(png(70_000, 1, b""), 1 << 30)
+        decode(png(70_000, 1), 1 << 30)
 
 
 def test_a_screen_that_is_small_with_a_frame_that_is_not() -> None:

@@ -139,15 +139,6 @@ def test_images_are_counted_with_those_that_had_been_prepared() -> None:
     assert 'vllm:mm_cache_hits_total{engine="0",model_name="m"} 3.0' in metrics.exposition("")[0].decode()
 
 
-def test_answers_to_one_prompt() -> None:
-    metrics = Metrics("m")
-    metrics.prompt_finished(3, 40)
-    metrics.prompt_finished(1, 5)
-    assert value(metrics, "nf4_request_params_n_sum") == 4
-    assert value(metrics, "nf4_request_params_n_bucket", le="1.0") == 1
-    assert value(metrics, "nf4_request_max_num_generation_tokens_sum") == 45
-
-
 def test_kernels_as_labels() -> None:
     assert kind_and_variant("cuda_dequantize") == ("dequantize", "cuda")
     assert kind_and_variant("cuda_wgmma") == ("linear", "cuda_wgmma")
@@ -186,15 +177,6 @@ def test_buckets_resolve_what_they_must() -> None:
     around = [bucket for bucket in TOKEN_BUCKETS if 0.001 <= bucket <= 0.004]
     assert len(around) >= 6
     assert KERNEL_BUCKETS[0] == 1e-6
-    for buckets in (TOKEN_BUCKETS, KERNEL_BUCKETS):
-        assert list(buckets) == sorted(set(buckets))
-
-
-def test_two_servers_in_one_process_do_not_share_metrics() -> None:
-    first, second = Metrics("m"), Metrics("m")
-    first.rejected("queue_full")
-    assert first.registry.get_sample_value("nf4_request_rejections_total", {"reason": "queue_full"}) == 1
-    assert second.registry.get_sample_value("nf4_request_rejections_total", {"reason": "queue_full"}) is None
 
 
 def test_every_metric_is_documented() -> None:

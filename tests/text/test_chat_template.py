@@ -41,13 +41,6 @@ def test_ids_are_those_of_transformers(byte_level: Tokenizer, embedded_folder: P
         assert byte_level.encode(text) == reference(text)["input_ids"]
 
 
-def test_continue_final_message(byte_level: Tokenizer) -> None:
-    text = byte_level.chat_template.render(
-        [USER, {"role": "assistant", "content": "It is"}], add_generation_prompt=False, continue_final_message=True
-    )
-    assert text.endswith("assistant\nIt is")
-
-
 def test_developer_is_system_where_the_template_knows_no_better(byte_level: Tokenizer) -> None:
     render = byte_level.chat_template.render
     assert render([{"role": "developer", "content": "Be brief."}, USER]) == render(

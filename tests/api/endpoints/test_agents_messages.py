@@ -19,12 +19,6 @@ def count(http: httpx.Client, messages: list[dict[str, Any]], **options: Any) ->
     return int(answer.json()["input_tokens"])
 
 
-def test_the_root_can_be_asked_for_its_head(long_context: httpx.Client) -> None:
-    answer = long_context.head("/")
-    assert (answer.status_code, answer.content) == (200, b"")
-    assert long_context.get("/").headers["content-type"].startswith("text/html")
-
-
 @pytest.mark.slow
 def test_a_limit_that_does_not_fit_is_cut_and_a_prompt_that_does_not_fit_is_refused(long_context: httpx.Client) -> None:
     prompt = user("word " * (CONTEXT - 100))

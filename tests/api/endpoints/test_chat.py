@@ -94,14 +94,6 @@ def test_stop_string(http: httpx.Client) -> None:
         assert answer["usage"]["completion_tokens"] < 20
 
 
-def test_stop_string_while_streaming(client: openai.OpenAI) -> None:
-    chunks = list(
-        client.chat.completions.create(**chat_body(messages=FRANCE, max_tokens=20), stop=" of Fr", stream=True)
-    )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The capital"
-    assert chunks[-1].choices[0].finish_reason == "stop"
-
-
 def test_stop_token_ids(http: httpx.Client, byte_tokenizer: Tokenizer) -> None:
     (token,) = byte_tokenizer.encode(" of")
     answer = http.post("/v1/chat/completions", json=chat_body(messages=FRANCE, max_tokens=9, stop_token_ids=[token]))

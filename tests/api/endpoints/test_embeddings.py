@@ -72,14 +72,13 @@ def folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def embedder(folder: Path) -> Iterator[RunningServer]:
     engine = {"kv_cache_bytes": 100_000_000, "max_model_len": 1000}
     settings = {"model": str(folder), "served_model_name": MODEL, "engine": engine, "http": {"max_queue": 8}}
-    (folder / "serve.yaml").write_text(json.dumps(settings))
-    with start_server(folder / "log", "--config", str(folder / "serve.yaml")) as running:
+    with start_server(folder / "log", config=settings) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def http(embedder: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=embedder.base_url, timeout=60, trust_env=False) as client:
+    with embedder.client() as client:
         yield client
 
 

@@ -14,26 +14,20 @@ import httpx
 import pytest
 
 from tests.api.conftest import chat_body, metric, user
+from tests.clients.random_model import write_random_model
 from tests.conftest import RunningServer, start_server
 
-LIMITS = {
-    "NF4_HTTP__HEADER_TIMEOUT_S": "1",
-    "NF4_HTTP__BODY_TIMEOUT_S": "2",
-    "NF4_HTTP__MAX_HEADERS": "20",
-    "NF4_HTTP__MAX_HEADER_BYTES": "4096",
-    "NF4_HTTP__MAX_CONNECTIONS": "12",
-}
+LIMITS: dict[str, object] = {
+    "header_timeout_s": 1, "body_timeout_s": 2, "max_headers": 20, "max_header_bytes": 4096, "max_connections": 12,
+}  # fmt: skip
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
 def strict(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    assert embedded_folder
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in LIMITS.items():
-            patch.setenv(name, value)
-        with start_server(tmp_path_factory.mktemp("strict") / "log") as running:
-            yield running
+    folder = tmp_path_factory.mktemp("strict")
+    with start_server(folder / "log", config=write_random_model(folder, embedded_folder, LIMITS)) as running:
+        yield running
 
 
 class Client:
@@ -210,7 +204,7 @@ def test_too_many_connections(strict: RunningServer) -> None:
 
 def test_streams_may_take_longer(strict: RunningServer) -> None:
     """Longer than the limits on heads and bodies: neither counts here."""
-    body = chat_body(messages=user("Count."), stream=True, max_tokens=4000, ignore_eos=True)
+    body = chat_body(messages=user("Count."), stream=True, max_tokens=60_000, ignore_eos=True)
     began, longest = time.monotonic(), 0.0
     with httpx.stream(
         "POST", f"{strict.base_url}/v1/chat/completions", json=body, timeout=60, trust_env=False
@@ -225,5 +219,5 @@ def test_streams_may_take_longer(strict: RunningServer) -> None:
 
 @pytest.fixture(scope="module")
 def http_of_strict(strict: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=strict.base_url, timeout=60, trust_env=False) as client:
+    with strict.client() as client:
         yield client

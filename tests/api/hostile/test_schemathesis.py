@@ -46,14 +46,10 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 @pytest.fixture(scope="module")
 def fuzzed(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server of its own: short contexts, so that cases without a limit end soon; adapters may be loaded."""
-    os.environ["NF4_ENGINE__ALLOW_RUNTIME_LORA"] = "true"
-    try:
-        folder = tmp_path_factory.mktemp("fuzzed")
-        config = write_random_model(folder, embedded_folder)
-        with start_server(folder / "log", "--config", str(config), "--max-model-len", "128") as running:
-            yield running
-    finally:
-        del os.environ["NF4_ENGINE__ALLOW_RUNTIME_LORA"]
+    folder = tmp_path_factory.mktemp("fuzzed")
+    arguments = ("--max-model-len", "128", "--allow-runtime-lora")
+    with start_server(folder / "log", *arguments, config=write_random_model(folder, embedded_folder)) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +88,6 @@ def test_operation(fuzzed: RunningServer, document: dict[str, Any], method: str,
     print(f"{method} {path}: {dict(statuses)}")
     # The document is close enough to what is accepted that cases get to the model.
     assert count < 100 or statuses[200] or (method, path) not in GENERATING
-    with httpx.Client(base_url=fuzzed.base_url, timeout=60, trust_env=False) as http:
+    with fuzzed.client() as http:
         assert metric(http, "nf4_request_rejections_total", reason="internal_error") == 0
         assert http.get("/health").json()["engine_restarts"] == 0

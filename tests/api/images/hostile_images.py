@@ -18,13 +18,13 @@ FORMS = ("PNG", "JPEG", "WEBP", "GIF")
 Chance = random.Random
 
 
-def _chunk(kind: bytes, data: bytes) -> bytes:
+def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def _png(width: int, height: int, *chunks: bytes, depth: int = 8, color: int = 2, interlaced: int = 0) -> bytes:
+def png(width: int, height: int, *chunks: bytes, depth: int = 8, color: int = 2, interlaced: int = 0) -> bytes:
     head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced)
-    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", head) + b"".join(chunks) + _chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + b"".join(chunks) + chunk(b"IEND", b"")
 
 
 def _whole(chance: Chance) -> bytearray:
@@ -60,8 +60,8 @@ def _large_png(chance: Chance) -> bytes:
     width, height = chance.choice(
         [(60_000, 60_000), (2**31 - 1, 1), (1, 2**31 - 1), (2**31 - 1, 2**31 - 1), (30_000, 40)]
     )
-    rows = _chunk(b"IDAT", _pressed(3_000_000))
-    return _png(width, height, rows, depth=chance.choice([1, 8, 16]), color=chance.choice([0, 2, 6]))
+    rows = chunk(b"IDAT", _pressed(3_000_000))
+    return png(width, height, rows, depth=chance.choice([1, 8, 16]), color=chance.choice([0, 2, 6]))
 
 
 def _large_others(chance: Chance) -> bytes:
@@ -89,20 +89,20 @@ def _pressed(size: int) -> bytes:
 def _pressed_text(chance: Chance) -> bytes:
     """A comment or a profile of colors that is small until it is unpacked."""
     kind, head = chance.choice([(b"zTXt", b"a\0\0"), (b"iTXt", b"a\0\1\0\0\0"), (b"iCCP", b"a\0\0")])
-    return _png(2, 2, _chunk(kind, head + _pressed(100_000_000)), _chunk(b"IDAT", zlib.compress(bytes(14))))
+    return png(2, 2, chunk(kind, head + _pressed(100_000_000)), chunk(b"IDAT", zlib.compress(bytes(14))))
 
 
 def _pixels_that_never_end(chance: Chance) -> bytes:
     """More pixels than the image has, or fewer."""
     rows = _pressed(chance.choice([1, 100, 50_000_000]))
-    return _png(50, 50, _chunk(b"IDAT", rows), interlaced=chance.randrange(2))
+    return png(50, 50, chunk(b"IDAT", rows), interlaced=chance.randrange(2))
 
 
 def _odd_settings(chance: Chance) -> bytes:
     """Depths, kinds of colors, filters and palettes that there are not."""
-    rows = _chunk(b"IDAT", zlib.compress(bytes([chance.randrange(256)]) * 30_000))
-    palette = _chunk(b"PLTE", bytes(chance.choice([0, 2, 3, 769])))
-    return _png(50, 50, palette, rows, depth=chance.choice([0, 3, 5, 32, 255]), color=chance.randrange(8))
+    rows = chunk(b"IDAT", zlib.compress(bytes([chance.randrange(256)]) * 30_000))
+    palette = chunk(b"PLTE", bytes(chance.choice([0, 2, 3, 769])))
+    return png(50, 50, palette, rows, depth=chance.choice([0, 3, 5, 32, 255]), color=chance.randrange(8))
 
 
 def _metadata(chance: Chance) -> bytes:

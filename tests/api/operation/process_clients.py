@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ LONG = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}
 
 
 def client(server: RunningServer, key: str = KEYS[0]) -> httpx.Client:
-    headers = {"Authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=server.base_url, timeout=60, trust_env=False, headers=headers)
+    return server.client(headers={"Authorization": f"Bearer {key}"})
 
 
 def processes(server: RunningServer) -> list[int]:
@@ -71,13 +69,6 @@ def one_each(server: RunningServer, key: str = KEYS[0]) -> Iterator[dict[int, ht
                 break
         assert sorted(found) == sorted(processes(server))
         yield found
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 class Stream:

@@ -19,10 +19,8 @@ import httpx
 import openai
 import pytest
 
-from bench.processes import free_port
 from tests.api.conftest import MODEL, chat_body, metric, openai_client, user
-from tests.api.operation.process_clients import until
-from tests.conftest import QUICK_START, RunningServer, engine_pid
+from tests.conftest import RunningServer, engine_pid, start_server, until
 
 QUEUE = 3
 STALLED_S = 4
@@ -32,29 +30,19 @@ LONG = {"messages": user("Tell me a very long story."), "max_tokens": 4000, "ign
 @pytest.fixture(scope="module")
 def own(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Yielded while it is still loading."""
-    log, port = tmp_path_factory.mktemp("lifecycle") / "log", free_port()
-    command = [sys.executable, "-m", "server", "--port", str(port), "--max-queue", str(QUEUE)]
-    environment = {**os.environ, **QUICK_START, "NF4_HTTP__STALLED_CLIENT_TIMEOUT_S": str(STALLED_S)}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    running = RunningServer(f"http://127.0.0.1:{port}", process, log)
-    yield running
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    limits = {"max_queue": QUEUE, "stalled_client_timeout_s": STALLED_S}
+    with start_server(tmp_path_factory.mktemp("lifecycle") / "log", config={"http": limits}, loading=True) as running:
+        yield running
 
 
 @pytest.fixture
 def http(own: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=own.base_url, timeout=60, trust_env=False) as client:
+    with own.client() as client:
         yield client
 
 
 def ready(http: httpx.Client) -> bool:
-    try:
-        return http.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
+    return http.get("/health").status_code == 200
 
 
 def aborted(http: httpx.Client) -> float:
@@ -75,14 +63,6 @@ def read_until_tokens(lines: Iterator[str], count: int) -> None:
 
 
 def test_health_tells_about_loading(own: RunningServer, http: httpx.Client) -> None:
-    def listening() -> bool:
-        try:
-            http.get("/health")
-        except httpx.TransportError:
-            return False
-        return True
-
-    until(listening)
     health = http.get("/health")
     assert health.status_code == 503
     assert health.json()["status"] == "loading"
@@ -259,6 +239,9 @@ def test_sigterm_lets_streams_end(own: RunningServer, http: httpx.Client) -> Non
         (["--port", "99999"], "http.port"),
         (["--device", "abacus"], "engine.device"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml: No such file"),
+        (["--api-keys-file", "/nowhere/keys"], "api_keys_file"),
+        (["--tls-cert-file", "/nowhere/cert"], "belong together"),
+        (["--tls-cert-file", "/nowhere/c", "--tls-key-file", "/nowhere/k"], "tls_cert_file"),
     ],
 )
 def test_start_that_cannot_work_ends_with_one_line(arguments: list[str], reason: str) -> None:

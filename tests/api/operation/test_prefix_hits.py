@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.clients.random_model import write_random_model
-from tests.conftest import start_server
+from tests.conftest import serving
 
 # tests/engine/test_hybrid_prefixes.py has the same without a server.
 pytestmark = pytest.mark.rest
@@ -22,10 +22,7 @@ WORDS = ("the", "a", "river", "stone", "house", "light", "walks", "into", "green
 def hybrid(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("hybrid")
     config = write_random_model(folder, embedded_folder, hybrid=True)
-    with (
-        start_server(folder / "log", "--config", str(config)) as server,
-        httpx.Client(base_url=server.base_url, timeout=120, trust_env=False) as client,
-    ):
+    with serving(folder, config) as client:
         yield client
 
 

@@ -45,14 +45,13 @@ def server(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "allow_runtime_lora": True,
         "max_loras": 2,
     }
-    (folder / "config.yaml").write_text(json.dumps({"engine": engine}))
-    with start_server(folder / "log", "--config", str(folder / "config.yaml")) as running:
+    with start_server(folder / "log", config={"engine": engine}) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def http(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.base_url, timeout=60, trust_env=False) as client:
+    with server.client() as client:
         yield client
 
 

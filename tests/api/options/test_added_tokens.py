@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.api.conftest import MODEL, chat_body, user
 from tests.clients.random_model import write_random_model
-from tests.conftest import start_server
+from tests.conftest import serving
 
 pytestmark = pytest.mark.rest
 
@@ -31,10 +31,7 @@ def http(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.add_tokens(["[NEW]"])
     tokenizer.save_pretrained(folder)
-    with (
-        start_server(folder.parent / "log", "--config", str(config)) as server,
-        httpx.Client(base_url=server.base_url, timeout=60, trust_env=False) as client,
-    ):
+    with serving(folder.parent, config) as client:
         yield client
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.api.conftest import MODEL, chat_body, user
 from tests.clients.random_model import write_random_model
-from tests.conftest import start_server
+from tests.conftest import serving
 
 pytestmark = pytest.mark.rest
 
@@ -37,10 +37,7 @@ def llama(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("llama")
     config = write_random_model(folder, embedded_folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with (
-        start_server(folder / "log", "--config", str(config)) as server,
-        httpx.Client(base_url=server.base_url, timeout=60, trust_env=False) as client,
-    ):
+    with serving(folder, config) as client:
         yield client
 
 

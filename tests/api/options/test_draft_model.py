@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import httpx
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.api.conftest import MODEL, user
-from tests.conftest import start_server
+from tests.api.conftest import MODEL, metric, user
+from tests.conftest import serving
 
 pytestmark = pytest.mark.rest
 
@@ -30,20 +29,11 @@ def draft_folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def configuration(folder: Path, draft: Path) -> tuple[str, str]:
-    path = folder / "config.yaml"
-    path.write_text(f"engine: {{speculation: draft, draft_model: {draft}}}\n")
-    return "--config", str(path)
-
-
 def test_answers_are_those_without(http: httpx.Client, draft_folder: Path, tmp_path: Path) -> None:
     options = {"model": MODEL, "messages": user("What is the capital of France?"), "max_tokens": 24, "temperature": 0}
     expected = http.post("/v1/chat/completions", json=options).json()["choices"][0]
-    arguments = configuration(tmp_path, draft_folder)
-    with start_server(tmp_path / "log", *arguments) as running:
-        answer = httpx.post(f"{running.base_url}/v1/chat/completions", json=options | {"timings": True}, timeout=60)
-        got = answer.json()["choices"][0]
-        metrics = httpx.get(f"{running.base_url}/metrics", timeout=60).text
+    with serving(tmp_path, {"engine": {"speculation": "draft", "draft_model": str(draft_folder)}}) as drafting:
+        got = drafting.post("/v1/chat/completions", json=options | {"timings": True}).json()["choices"][0]
+        counted = metric(drafting, "nf4_spec_decode_num_draft_tokens_total")
     assert (got["message"], got["finish_reason"]) == (expected["message"], expected["finish_reason"])
-    (counted,) = re.findall(r"^nf4_spec_decode_num_draft_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
-    assert float(counted) == got["timings"]["draft_tokens"] > 0
+    assert counted == got["timings"]["draft_tokens"] > 0

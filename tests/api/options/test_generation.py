@@ -116,19 +116,6 @@ async def test_several_tokens_in_one_output_stop_in_the_middle(byte_tokenizer: T
     assert sample(metrics, "nf4_request_success_total", finished_reason="stop") == 1
 
 
-@pytest.mark.parametrize(("custom", "reason"), [((), None), ((2,), 2)])
-async def test_stop_token_counts_but_is_not_text(
-    byte_tokenizer: Tokenizer, custom: tuple[int, ...], reason: int | None
-) -> None:
-    (word,) = byte_tokenizer.encode(" cat")
-    engine = ScriptedEngine([output(word), output(2, finish_reason="stop", stop_token_id=2)])
-    work, _, _ = generation(engine, byte_tokenizer, stop_token_ids=custom)
-    deltas = await collect(work)
-    assert [delta.part.content for delta in deltas] == [" cat", ""]
-    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", reason)
-    assert work.usage().completion_tokens == 2
-
-
 async def test_text_that_is_held_back_keeps_its_logprobs(byte_tokenizer: Tokenizer) -> None:
     first, second = byte_tokenizer.encode(" of")[0], byte_tokenizer.encode(" cat")[0]
     script = [
@@ -140,14 +127,6 @@ async def test_text_that_is_held_back_keeps_its_logprobs(byte_tokenizer: Tokeniz
     assert delta.part.content == " of cat"
     assert [entry.token_id for entry in delta.logprobs] == [first, second]
     assert delta.finish_reason == "length"
-
-
-async def test_unfinished_character_is_shown_at_the_end(byte_tokenizer: Tokenizer) -> None:
-    ids = byte_tokenizer.encode("😀")
-    script = [output(token_id) for token_id in ids[:-1]]
-    script[-1] = output(ids[-2], finish_reason="length")
-    work, _, _ = generation(ScriptedEngine(script), byte_tokenizer)
-    assert [delta.part.content for delta in await collect(work)] == ["\N{REPLACEMENT CHARACTER}"]
 
 
 @pytest.mark.parametrize(
@@ -216,19 +195,6 @@ async def test_the_engines_timings_become_histograms(byte_tokenizer: Tokenizer) 
     assert sample(metrics, "nf4_request_dequant_seconds_sum", phase="prefill") == 1e-5
     assert sample(metrics, "nf4_request_linear_seconds_sum", phase="decode") == 4e-5
     assert sample(metrics, "nf4_request_dequant_seconds_bucket", phase="prefill", le="1e-05") == 1
-
-
-def test_admission() -> None:
-    admission = Admission(3)
-    first = admission.acquire(2)
-    with pytest.raises(ApiError) as full:
-        admission.acquire(2)
-    assert full.value.status == 429
-    assert full.value.headers["Retry-After"] == "1"
-    first.release()
-    first.release()
-    assert admission.held == 0
-    assert admission.acquire(3)
 
 
 def ended() -> RequestOutput:

@@ -12,7 +12,7 @@ import pytest
 from server.api.http.hints import HINTS, SERVER_TOOLS, Endpoint, Hint
 from tests.api.conftest import MODEL, user
 from tests.clients.random_model import write_random_model
-from tests.conftest import start_server
+from tests.conftest import serving
 
 PATHS: dict[Endpoint, str] = {
     "chat": "/v1/chat/completions",
@@ -216,10 +216,7 @@ def test_models_and_their_names(long_context: httpx.Client) -> None:
 @pytest.mark.rest
 def test_a_server_that_refuses_unknown_fields_and_answers_to_any_name(embedded_folder: Path, tmp_path: Path) -> None:
     config = write_random_model(tmp_path / "model", embedded_folder, {"unknown_options": "refuse", "any_model": True})
-    with (
-        start_server(tmp_path / "log", "--config", str(config)) as server,
-        httpx.Client(base_url=server.base_url, timeout=60, trust_env=False) as http,
-    ):
+    with serving(tmp_path, config) as http:
         for endpoint, change, name in UNKNOWN:
             answer = http.post(PATHS[endpoint], json=body(endpoint) | change)
             assert answer.status_code == 400

@@ -131,9 +131,13 @@ def test_older_names_of_forms(http: httpx.Client) -> None:
         ({"guided_regex": "[xyz]{3}"}, "[xyz]{3}"),
         ({"guided_json": {"enum": ["only"]}}, '"only"'),
         ({"guided_grammar": 'root ::= "a" | "b"'}, "[ab]"),
+        ({"guided_choice": ["blue-ish", "greenish"]}, "blue-ish|greenish"),
     ]
     for form, pattern in forms:
-        text = http.post(CHAT, json=chat_body(max_tokens=20, **form)).json()["choices"][0]["message"]["content"]
+        chat = http.post(CHAT, json=chat_body(max_tokens=20, **form)).json()["choices"][0]["message"]["content"]
+        body = {"model": MODEL, "prompt": "It is", "max_tokens": 20} | form
+        text = http.post(TEXT, json=body).json()["choices"][0]["text"]
+        assert re.fullmatch(pattern, chat), (form, chat)
         assert re.fullmatch(pattern, text), (form, text)
 
 

@@ -7,13 +7,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from server.api.openai.options import GenerationOptions, SamplingDefaults
 from server.api.openai.sampling_defaults import read_defaults
 from tests.clients.random_model import write_random_model
-from tests.conftest import start_server
+from tests.conftest import serving
 
 MAKERS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}
 
@@ -23,11 +22,9 @@ def write(folder: Path, document: object) -> Path:
     return folder
 
 
-def test_what_the_models_makers_say_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_models_makers_say_is_read(tmp_path: Path) -> None:
     assert read_defaults(tmp_path) == SamplingDefaults()
-    with caplog.at_level(logging.INFO):
-        assert read_defaults(write(tmp_path, MAKERS | {"do_sample": True})) == SamplingDefaults(**MAKERS)  # type: ignore[arg-type]
-    assert "temperature 0.6, top_p 0.95, top_k 20" in caplog.text
+    assert read_defaults(write(tmp_path, MAKERS | {"do_sample": True})) == SamplingDefaults(**MAKERS)  # type: ignore[arg-type]
     assert read_defaults(write(tmp_path, {"top_p": None, "temperature": 1})) == SamplingDefaults()
 
 
@@ -40,7 +37,6 @@ def test_what_cannot_be_used_is_passed_over_and_told(
 ) -> None:
     assert read_defaults(write(tmp_path, document)) == SamplingDefaults()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "passed over" in caplog.text
 
 
 def test_a_request_wins() -> None:
@@ -62,18 +58,14 @@ def test_a_server_takes_them_from_the_checkpoint(embedded_folder: Path, tmp_path
     own = json.loads((embedded_folder / "generation_config.json").read_text())
     write(config.parent, own | {"top_k": 1, "temperature": 1.5})
     ask = {"model": "mine", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 12}
-    arguments = ("--config", str(config), "--served-model-name", "mine")
-    with start_server(tmp_path / "log", *arguments) as server, httpx.Client(base_url=server.base_url) as http:
+    with serving(tmp_path, config, "--served-model-name", "mine") as http:
 
         def answer(**asked: Any) -> str:
-            response = http.post("/v1/chat/completions", json=ask | asked, timeout=60)
+            response = http.post("/v1/chat/completions", json=ask | asked)
             return str(response.json()["choices"][0]["message"]["content"])
 
         best = answer(temperature=0)
         assert {answer(seed=seed) for seed in range(3)} == {best}
         assert answer(top_k=-1, seed=1) != best
-        response = http.post(
-            "/v1/responses", json={"model": "mine", "input": "Hi", "max_output_tokens": 16}, timeout=60
-        )
+        response = http.post("/v1/responses", json={"model": "mine", "input": "Hi", "max_output_tokens": 16})
         assert response.json()["temperature"] == 1.5
-    assert "top_k 1" in (tmp_path / "log").read_text()

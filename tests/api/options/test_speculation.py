@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.api.conftest import MODEL, user
-from tests.conftest import start_server
+from tests.conftest import serving
 
 pytestmark = pytest.mark.rest
 
@@ -29,12 +28,7 @@ AGAIN: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def speculating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    folder: Path = tmp_path_factory.mktemp("speculating")
-    (folder / "config.yaml").write_text("engine: {speculation: lookup}\n")
-    with (
-        start_server(folder / "log", "--config", str(folder / "config.yaml")) as running,
-        httpx.Client(base_url=running.base_url, timeout=120, trust_env=False) as client,
-    ):
+    with serving(tmp_path_factory.mktemp("speculating"), {"engine": {"speculation": "lookup"}}) as client:
         yield client
 
 

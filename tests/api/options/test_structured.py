@@ -81,13 +81,6 @@ def test_other_forms_with_n_and_streaming(quick: openai.OpenAI, form: dict[str, 
     assert streamed == texts
 
 
-def test_older_names_and_text_completions(http: httpx.Client) -> None:
-    body = {"model": MODEL, "prompt": "The colour is", "guided_choice": ["blue-ish", "greenish"], "max_tokens": 20}
-    choice = http.post("/v1/completions", json=body).json()["choices"][0]
-    assert choice["text"] in ("blue-ish", "greenish")
-    assert choice["finish_reason"] == "stop"
-
-
 def json_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
@@ -129,41 +122,3 @@ def test_parsed_by_the_openai_client(quick: openai.OpenAI) -> None:
         model=MODEL, messages=user("A pet."), response_format=Pet, max_tokens=100, temperature=0
     )
     assert isinstance(parsed.choices[0].message.parsed, Pet)
-
-
-def test_events_are_lines_to_clients_that_split_text_at_any_line_end(long_context: httpx.Client) -> None:
-    """Such as httpx' iter_lines(): U+0085, U+2028 and U+2029 end a line for str.splitlines()."""
-    text = "a\u2028b\u2029c\x85d\\\u2028e"
-    schema = {"enum": [text]}
-    chat = chat_body(structured_outputs={"choice": [text]}, max_tokens=60)
-    form = {"type": "json_schema", "schema": schema}
-    bodies: dict[str, dict[str, Any]] = {
-        CHAT: chat,
-        "/v1/completions": {"model": MODEL, "prompt": "Hi", "structured_outputs": {"choice": [text]}, "max_tokens": 60},
-        "/v1/messages": {
-            "model": MODEL,
-            "max_tokens": 60,
-            "messages": user("Hi"),
-            "output_config": {"format": form},
-        },
-        "/v1/responses": {
-            "model": MODEL,
-            "max_output_tokens": 60,
-            "input": "Hi",
-            "text": {"format": form | {"name": "x"}},
-        },
-    }
-    for path, body in bodies.items():
-        lines = long_context.post(path, json=body | {"stream": True}).text.splitlines()
-        events = [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line != "data: [DONE]"]
-        assert all(line == "" or line.startswith(("data: ", "event: ")) for line in lines)
-        match path:
-            case "/v1/chat/completions":
-                written = "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
-            case "/v1/completions":
-                written = "".join(e["choices"][0]["text"] for e in events)
-            case "/v1/messages":
-                written = json.loads("".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta"))
-            case _:
-                written = json.loads("".join(e["delta"] for e in events if e["type"] == "response.output_text.delta"))
-        assert written == text

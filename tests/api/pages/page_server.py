@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -53,7 +53,7 @@ def write_words_model(folder: Path, embedded_folder: Path) -> None:
             (folder / file.name).symlink_to(file)
 
 
-def write_settings(model: Path, folder: Path) -> Path:
+def write_settings(model: Path, folder: Path) -> dict[str, Any]:
     """A configuration for a model with a key, an adapter, and a template that thinks when it is asked to."""
     served = folder / "model"
     served.mkdir()
@@ -67,15 +67,12 @@ def write_settings(model: Path, folder: Path) -> Path:
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(config)
     save_adapter(shapes.to_empty(device="cpu"), folder / "adapter", 1, 0.01, r=4, target_modules=["q_proj"])
-    settings = {
+    return {
         "model": str(served),
         "served_model_name": MODEL,
         "http": {"api_keys": [KEY]},
         "engine": {"lora_modules": [{"name": ADAPTER, "path": str(folder / "adapter")}]},
     }
-    path = folder / "config.yaml"
-    path.write_text(json.dumps(settings))
-    return path
 
 
 @contextlib.contextmanager
@@ -85,5 +82,5 @@ def serve_pages(model: Path, folder: Path, *, compiled: bool = False, loading: b
     compiled: as fast as users have it. loading: it listens, and its model may not be loaded.
     """
     config = write_settings(model, folder)
-    with start_server(folder / "log", "--config", str(config), eager=not compiled, loading=loading) as running:
+    with start_server(folder / "log", config=config, eager=not compiled, loading=loading) as running:
         yield running

@@ -178,22 +178,3 @@ async def take_in(page: Page, text: str) -> None:
         "const files = document.getElementById('import-file'); files.files = data.files;"
         "files.dispatchEvent(new Event('change')); })()"
     )
-
-
-async def test_two_tabs(three: Page) -> None:
-    page = three
-    answer = await page.text(".assistant .prose")
-    address = await page.value("location.href")
-    async with page.neighbour(address) as other:
-        await other.until("document.querySelector('.assistant .prose')")
-        assert await other.text(".assistant .prose") == answer
-        await ask(other, "And 9?", 2)
-        # What happens in one is seen in the other.
-        await page.until(ENDED.format(2))
-        assert await page.texts("article.user .text") == ["Is 7 a prime?", "And 9?"]
-        await choose(other, "Name a colour.", "delete")
-        await page.until("document.querySelectorAll('.item').length === 2")
-        await choose(page, "Is 7 a prime?", "delete")
-        await other.until("document.querySelectorAll('.item').length === 1")
-        assert await other.count("article") == 0
-    assert page.troubles == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.api.pages.browser import ENDED, ENDLESS, Page, answered, choose_files, paste, pasted, send
@@ -261,12 +259,3 @@ async def test_everything_has_a_name_and_can_be_reached(page: Page) -> None:
     await page.press("Escape")
     await page.until("!document.querySelector('#menu:popover-open')")
     assert await page.value("document.activeElement.id") == "chat-menu"
-
-
-async def test_icon(page: Page) -> None:
-    address = await page.value("document.querySelector('link[rel=icon]').href")
-    status = await page.value(
-        f"fetch({json.dumps(address)}).then((answer) => [answer.status, answer.headers.get('content-type')])"
-    )
-    assert status == [200, "image/svg+xml"]
-    assert not [one for one in page.requests if one["url"].endswith("favicon.ico")]
