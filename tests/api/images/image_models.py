@@ -51,11 +51,6 @@ class Kind:
     mark: str = ""
     """Text that the processor replaces by an image's tokens; empty: boi_token or image_token."""
 
-    @property
-    def replaced(self) -> str:
-        """See mark."""
-        return self.mark or self.tokens.get("boi_token") or self.tokens["image_token"]
-
 
 _CLIP = {
     "do_resize": True, "size": {"shortest_edge": 28}, "do_center_crop": True, "crop_size": {"height": 28, "width": 28},
