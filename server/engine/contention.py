@@ -10,7 +10,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -29,6 +31,27 @@ PAUSE_PER_LATE = 10.0
 """The pause is at least this many times as long as contention was found too late: a step in between may take seconds."""
 MAX_SLEEP_S = 60.0
 """Seconds after which they do in any case; that may be one step that takes many times as long as others."""
+
+_sleeps = ContextVar("sleeps", default=False)
+
+
+@contextmanager
+def barriers(*, sleep: bool) -> Iterator[None]:
+    """Have OpenMP's threads sleep at barriers while entered, or spin; may be nested. Nothing without the CPU library.
+
+    A start's steps sleep: the API process and other ranks start with the engine, and on a machine whose cores are all busy
+    a start takes 2.5 times as long if threads spin. On idle cores it takes the same time: its steps are few.
+    """
+    if cpu.load_error() is not None:
+        yield
+        return
+    before = _sleeps.set(sleep)
+    cpu.sleep_at_barriers(sleep)
+    try:
+        yield
+    finally:
+        _sleeps.reset(before)
+        cpu.sleep_at_barriers(_sleeps.get())
 
 
 def waited_seconds() -> dict[int, float]:

@@ -19,6 +19,7 @@ from server.checkpoint.sharding.shards import Shard
 from server.checkpoint.states import check_hybrid
 from server.checkpoint.tokenizer_files import check_same_vocabulary
 from server.config import EngineConfig
+from server.engine.contention import barriers
 from server.engine.planning import plan_start
 from server.engine.runtime.exchange import Membership, join
 from server.engine.runtime.followers import Followers
@@ -53,7 +54,7 @@ def load_runner(
     memory = plan_start(folder, config, device, towers, ranks)
     memory.check(folder, logs=rank == 0)
     config = memory.config
-    with memory.explained():
+    with memory.explained(), barriers(sleep=device.type == "cpu"):
         model = _load(folder, config, device, dtype, progress, membership, towers)
         draft = _load_draft(folder, config, device, dtype, progress) if config.speculation == "draft" else None
         progress("preparing the model", 0.0)

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from nf4_kernels import cpu
+from server.config import EngineConfig
 from server.engine.contention import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
@@ -19,6 +21,8 @@ from server.engine.contention import (
     free_cores,
     waited_seconds,
 )
+from server.engine.start import load_runner
+from tests.engine.models import tiny_model
 
 
 class Machine:
@@ -125,6 +129,17 @@ def test_one_slow_step_is_enough() -> None:
     machine.run(1, 0.0)
     machine.run(5, 0.9, step_s=2.5)
     assert machine.sleeps[0] is True
+
+
+def test_threads_sleep_in_the_steps_of_a_start_but_not_while_steps_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: list[bool] = []
+    monkeypatch.setattr(cpu, "sleep_at_barriers", changes.append)
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = EngineConfig(device="cpu", kv_cache_bytes=2**20, speculation="lookup")
+    load_runner(tmp_path, config, lambda *_: None)
+    assert changes == [True, False, True, False]
 
 
 def test_it_is_for_threads_on_cpu_only() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from server.engine.contention import barriers
 from server.engine.runtime.graphs.graph_set import DRAFT_SIZES, GraphSet
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.limits import ModelLimits
@@ -93,6 +94,7 @@ def _least(run: Callable[[int], torch.Tensor], sizes: Sequence[int], repeats: in
         run(size).argmax(dim=-1).tolist()
         return time.perf_counter() - begun
 
-    rounds = [{size: seconds(size) for size in sizes} for _ in range(repeats + 1)]
+    with barriers(sleep=False):  # as while requests are served
+        rounds = [{size: seconds(size) for size in sizes} for _ in range(repeats + 1)]
     # The first round warms up.
     return {size: min(own[size] for own in rounds[1:]) for size in sizes}
