@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from bitsandbytes.functional import QuantState
 from safetensors.torch import load_file, save_file
@@ -21,14 +22,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from nf4_kernels import reference
 from nf4_kernels.format import Weight
+from server.checkpoint.base import CheckpointError
 from server.checkpoint.classes import add_image_outputs
 from server.checkpoint.late import NO_ECONOMIES, Economies
 from server.checkpoint.loading import load_model
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
+from server.engine.runtime.runner import ModelRunner
 from tests.engine.factories import make_request, run_together, tokens
 
+Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
 PROMPTS = [[3, 17, 42, 9], [5], list(range(20, 49)), [60, 61, 60, 61, 7]]
 NEW_TOKENS = 8
@@ -70,13 +74,43 @@ def save_nf4(model: PreTrainedModel, folder: Path, **quantization: Any) -> Path:
     return folder
 
 
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    """Rewrite the weights of a checkpoint of one file."""
-    file = folder / "model.safetensors"
+def change_tensors(folder: Path, change: Callable[[Tensors], object], name: str = "model.safetensors") -> Path:
+    """Rewrite a file of weights; change works in place or gives other tensors."""
+    file = folder / name
     found = load_file(file)
-    changed = change(found) or found
-    save_file({name: tensor.contiguous() for name, tensor in changed.items()}, file, metadata={"format": "pt"})
+    changed = change(found)
+    found = changed if isinstance(changed, dict) else found
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, file, metadata={"format": "pt"})
     return folder
+
+
+def replaced(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], object]:
+    """A change of one tensor."""
+    return lambda tensors: tensors.update({name: how(tensors[name])}) or tensors
+
+
+def state_with(weight: str, **fields: object) -> Callable[[Tensors], object]:
+    """A change of fields of a weight's quantization state."""
+
+    def how(state: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(list(json.dumps(json.loads(bytes(state.tolist())) | fields).encode()), dtype=torch.uint8)
+
+    return replaced(f"{weight}.quant_state.bitsandbytes__nf4", how)
+
+
+def without(*names: str) -> Callable[[Tensors], object]:
+    """A change that leaves out the tensors whose names begin so."""
+    return lambda tensors: {name: t for name, t in tensors.items() if not name.startswith(names)}
+
+
+def refusal(load: Callable[[], object], folder: Path) -> str:
+    """The one line that says why what is in folder is refused."""
+    with pytest.raises(CheckpointError) as caught:
+        load()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(str(folder))
+    return message
 
 
 def change_json(folder: Path, change: Callable[[dict[str, Any]], object], name: str = "config.json") -> Path:
@@ -145,19 +179,28 @@ def check_greedy(model: PreTrainedModel, prompt: list[int], found: list[int]) ->
     assert (behind <= NEAR_TIE * logits.std(-1)).all(), (found, behind.tolist())
 
 
-def served(folder: Path, config: EngineConfig = CONFIG, economies: Economies = NO_ECONOMIES) -> list[list[int]]:
+def answers(runner: ModelRunner, config: EngineConfig = CONFIG) -> list[list[int]]:
     """Answers of the engine to PROMPTS, all at once."""
-    runner = build_runner(load_model(folder, CPU, torch.float32, silent, economies=economies), config)
     requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     outputs = run_together(Engine(runner, config), *requests)
     return [tokens(outputs[request.request_id]) for request in requests]
 
 
+def served(folder: Path, config: EngineConfig = CONFIG, economies: Economies = NO_ECONOMIES) -> list[list[int]]:
+    """Answers of the engine with a checkpoint to PROMPTS."""
+    model = load_model(folder, CPU, torch.float32, silent, economies=economies)
+    return answers(build_runner(model, config), config)
+
+
+def check_answers(model: PreTrainedModel, found: list[list[int]]) -> None:
+    """Check the answers to PROMPTS by check_greedy()."""
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        check_greedy(model, prompt, answer)
+
+
 def check_served(folder: Path, config: EngineConfig = CONFIG) -> None:
     """The engine's tokens of a checkpoint are those of transformers with the same weights: see check_greedy()."""
-    model = reference_model(folder, folder.with_name(folder.name + "-expanded"))
-    for prompt, found in zip(PROMPTS, served(folder, config), strict=True):
-        check_greedy(model, prompt, found)
+    check_answers(reference_model(folder, folder.with_name(folder.name + "-expanded")), served(folder, config))
 
 
 def config_of(model_type: str, **settings: Any) -> Any:

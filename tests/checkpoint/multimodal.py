@@ -6,15 +6,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from tests.checkpoint.families import COMMON
+from tests.checkpoint.layouts import Tensors
 
-Tensors = dict[str, torch.Tensor]
-
-TEXT: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "head_dim": 16,
-}  # fmt: skip
+TEXT = COMMON
 VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,

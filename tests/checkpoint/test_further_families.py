@@ -14,7 +14,6 @@ from nf4_kernels.reference import dequantize
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.experts.module import NF4Experts
 from server.checkpoint.loading import load_model
-from server.engine.core import Engine
 from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.preparation.assembly import build_runner
@@ -31,17 +30,15 @@ from tests.checkpoint.further_families import (
 from tests.checkpoint.layouts import (
     CONFIG,
     CPU,
-    NEW_TOKENS,
-    PROMPTS,
+    answers,
     auto_class,
-    check_greedy,
+    check_answers,
     config_of,
     random_model,
     reference_model,
     save_nf4,
     silent,
 )
-from tests.engine.factories import make_request, run_together, tokens
 from tests.marks import with_rest
 
 TOWERS = ["model.vision_tower", "model.vision_model", "model.mm_projector", "model.multi_modal_projector", "lm_head"]
@@ -64,10 +61,7 @@ def test_families_in_nf4(family: str, tmp_path: Path) -> None:
     runner = build_runner(load_model(folder, CPU, torch.float32, silent), config)
     layers = decoder_layers(runner._paged.model)
     assert any("forward" in vars(layer) for layer in layers) == (family in WRITTEN)
-    requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
-    outputs = run_together(Engine(runner, config), *requests)
-    for prompt, request in zip(PROMPTS, requests, strict=True):
-        check_greedy(reference, prompt, tokens(outputs[request.request_id]))
+    check_answers(reference, answers(runner, config))
 
 
 @pytest.mark.parametrize("family", WRONG_POSITIONS)
@@ -107,7 +101,4 @@ def test_16_bit_checkpoints_whose_names_only_transformers_knows(family: str, tmp
             experts = own.get_submodule(name)
             experts.gate_up_proj.data = dequantize(module.gate_up.weight, torch.float32)
             experts.down_proj.data = dequantize(module.down.weight, torch.float32)
-    requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
-    outputs = run_together(Engine(build_runner(model, CONFIG), CONFIG), *requests)
-    for prompt, request in zip(PROMPTS, requests, strict=True):
-        check_greedy(own, prompt, tokens(outputs[request.request_id]))
+    check_answers(own, answers(build_runner(model, CONFIG)))
