@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import re
 import ssl
 import subprocess
 import sys
-import threading
 import tomllib
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import yaml
 
 import nf4_kernels
 from bench.processes import free_port
+from tests.http_servers import Handler, answering
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,15 +106,11 @@ def test_open_webui_is_offered_and_asks_the_server() -> None:
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
 def test_healthcheck(status: int, code: int, *, tls: bool, tmp_path: Path) -> None:
-    class Health(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status if self.path == "/health" else 404)
-            self.end_headers()
+    class Health(Handler):
+        def respond(self) -> None:
+            self.answer(status if self.path == "/health" else 404)
 
-        def log_message(self, *_: object) -> None:
-            """Nothing."""
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
+    with answering(Health) as server:
         if tls:
             made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key", "-out", "certificate"]
             subprocess.run([*made, "-subj", "/CN=elsewhere"], cwd=tmp_path, check=True, capture_output=True)
@@ -123,10 +118,8 @@ def test_healthcheck(status: int, code: int, *, tls: bool, tmp_path: Path) -> No
             context.load_cert_chain(tmp_path / "certificate", tmp_path / "key")
             server.socket = context.wrap_socket(server.socket, server_side=True)
             server.handle_error = lambda *_: None  # type: ignore[method-assign,assignment] # the attempt without TLS
-        threading.Thread(target=server.serve_forever, daemon=True).start()
         environment = {"NF4_HTTP__PORT": str(server.server_port)}
         done = subprocess.run([sys.executable, "docker/healthcheck.py"], cwd=ROOT, env=environment, check=False)
-        server.shutdown()
     assert done.returncode == code
 
 

@@ -29,6 +29,7 @@ from server.config.flags import dotted_names, flag, parse
 from server.config.sources import load_config
 from tests.api.conftest import metric
 from tests.conftest import RunningServer
+from tests.http_servers import Handler
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
@@ -126,22 +127,16 @@ def test_the_api_and_the_page_work_below_a_path_of_nginx(server: RunningServer, 
             assert metric(direct, "nf4_num_requests_running") == 1
 
 
-class _Replica(http.server.BaseHTTPRequestHandler):
+class _Replica(Handler):
     """Answers its name, or 503 while it loads."""
 
     protocol_version = "HTTP/1.1"
 
-    def do_POST(self) -> None:
+    def respond(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         server: Any = self.server
         body = json.dumps({"port": server.server_port}).encode()
-        self.send_response(503 if server.is_loading else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        self.answer(503 if server.is_loading else 200, body)
 
 
 @needs_nginx

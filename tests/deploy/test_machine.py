@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploy import machine
+from tests.http_servers import Handler, answering
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,18 +42,12 @@ def test_make_ends_before_it_makes_anything(tmp_path: Path) -> None:
 def index() -> Iterator[str]:
     """A package index that has torch."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/whl/cpu/torch/" else 404)
-            self.end_headers()
+    class Index(Handler):
+        def respond(self) -> None:
+            self.answer(200 if self.path == "/whl/cpu/torch/" else 404)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with answering(Index) as server:
         yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 def test_torchs_index_is_taken_if_it_has_torch(index: str, capsys: pytest.CaptureFixture[str]) -> None:

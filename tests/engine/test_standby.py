@@ -63,8 +63,19 @@ class Imports:
         return started.child
 
 
-async def test_it_starts_when_nothing_has_run_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    imports = Imports(monkeypatch)
+@pytest.fixture
+def imports(monkeypatch: pytest.MonkeyPatch) -> Imports:
+    return Imports(monkeypatch)
+
+
+def prepared(device: str = "cpu") -> Standby:
+    """The one of a server that is idle."""
+    waiting = Standby(Config(), lambda: False)
+    waiting.prepare(device)
+    return waiting
+
+
+async def test_it_starts_when_nothing_has_run_for_a_while(imports: Imports) -> None:
     busy, last_busy = True, 0.0
 
     def is_busy() -> bool:
@@ -86,9 +97,8 @@ async def test_it_starts_when_nothing_has_run_for_a_while(monkeypatch: pytest.Mo
     assert imports.started[0].child.returncode is not None
 
 
-async def test_a_server_that_is_never_idle_gets_one_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_is_never_idle_gets_one_at_last(imports: Imports, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "PATIENCE_S", 0.6)
-    imports = Imports(monkeypatch)
     waiting = Standby(Config(), lambda: True)
     begun = time.monotonic()
     waiting.prepare("cpu")
@@ -97,10 +107,8 @@ async def test_a_server_that_is_never_idle_gets_one_at_last(monkeypatch: pytest.
     await waiting.end()
 
 
-async def test_it_is_taken_when_it_has_imported_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    imports = Imports(monkeypatch)
-    waiting = Standby(Config(), lambda: False)
-    waiting.prepare("cpu")
+async def test_it_is_taken_when_it_has_imported_everything(imports: Imports) -> None:
+    waiting = prepared()
     child = await imports.begun()
     assert await waiting.take() is child
     assert child.returncode is None
@@ -113,28 +121,23 @@ async def test_it_is_taken_when_it_has_imported_everything(monkeypatch: pytest.M
 async def test_one_that_still_imports_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     imports = Imports(monkeypatch, end=False)
     before = _descriptors()
-    waiting = Standby(Config(), lambda: False)
-    waiting.prepare("cpu")
+    waiting = prepared()
     child = await imports.begun()
     assert await waiting.take() is None
     assert child.returncode is not None
     assert _descriptors() == before
 
 
-async def test_one_that_has_not_begun_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    imports = Imports(monkeypatch)
-    waiting = Standby(Config(), lambda: False)
-    waiting.prepare("cpu")
+async def test_one_that_has_not_begun_is_not_begun(imports: Imports) -> None:
+    waiting = prepared()
     assert await waiting.take() is None
     await asyncio.sleep(0.6)
     assert not imports.started
 
 
-async def test_one_that_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    imports = Imports(monkeypatch)
+async def test_one_that_died_is_replaced(imports: Imports) -> None:
     before = _descriptors()
-    waiting = Standby(Config(), lambda: False)
-    waiting.prepare("cpu")
+    waiting = prepared()
     child = await imports.begun()
     child.kill()
     await child.wait()
@@ -145,10 +148,8 @@ async def test_one_that_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _descriptors() == before
 
 
-async def test_none_on_a_gpu_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    imports = Imports(monkeypatch)
-    waiting = Standby(Config(), lambda: False)
-    waiting.prepare("cuda")
+async def test_none_on_a_gpu_unless_it_is_asked_for(imports: Imports) -> None:
+    waiting = prepared("cuda")
     await asyncio.sleep(0.5)
     assert not imports.started
     await waiting.end()

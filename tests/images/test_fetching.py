@@ -5,26 +5,26 @@ from __future__ import annotations
 import ipaddress
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from server.images.client import ImageRefusedError
 from server.images.fetching import ImageFetcher, is_public
+from tests.http_servers import Handler, answering
 
 MOST = 1000
 _LET_GO = threading.Event()
 """Ends what the slow host takes its time for."""
 
 
-class _Host(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
+class _Host(Handler):
+    def respond(self) -> None:
         port = self.server.server_address[1]
         match self.path:
             case "/image":
-                self._answer(b"bytes")
+                self.answer(200, b"bytes")
             case "/large":
-                self._answer(bytes(MOST + 1))
+                self.answer(200, bytes(MOST + 1))
             case "/endless":
                 self.send_response(200)
                 self.end_headers()
@@ -33,38 +33,22 @@ class _Host(BaseHTTPRequestHandler):
             case "/slow":
                 _LET_GO.wait()
             case "/once":
-                self._redirect("/image")
+                self.answer(302, Location="/image")
             case "/loop":
-                self._redirect("/loop")
+                self.answer(302, Location="/loop")
             case "/away":
-                self._redirect(f"http://other.example:{port}/image")
+                self.answer(302, Location=f"http://other.example:{port}/image")
             case "/file":
-                self._redirect("file:///etc/passwd")
+                self.answer(302, Location="file:///etc/passwd")
             case _:
-                self.send_error(404)
-
-    def _answer(self, data: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def _redirect(self, target: str) -> None:
-        self.send_response(302)
-        self.send_header("Location", target)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+                self.answer(404)
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Host)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_address[1]}"
-    _LET_GO.set()
-    server.shutdown()
+    with answering(_Host) as server:
+        yield f"127.0.0.1:{server.server_port}"
+        _LET_GO.set()
 
 
 def fetcher(*hosts: str, limit_s: float = 60.0) -> ImageFetcher:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import http.server
 import queue
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from server.observability.timeline import RequestTimeline
 from server.observability.tracing import FinishedRequest, Tracing
 from server.types import RequestTimings
+from tests.http_servers import Handler, answering
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -28,23 +27,16 @@ def collector() -> Iterator[tuple[str, queue.Queue[ExportTraceServiceRequest]]]:
     """An endpoint's URL, and what has been posted there."""
     received: queue.Queue[ExportTraceServiceRequest] = queue.Queue()
 
-    class Receiver(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+    class Receiver(Handler):
+        def respond(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
             received.put(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.send_header("Content-Type", "application/x-protobuf")
-            self.end_headers()
+            self.answer(200, Content_Type="application/x-protobuf")
 
-        def log_message(self, *_: object) -> None:
-            """Nothing."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with answering(Receiver) as server:
         yield f"http://127.0.0.1:{server.server_port}/v1/traces", received
-        server.shutdown()
 
 
 def spans_of(request: ExportTraceServiceRequest) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from bench.processes import free_port
 from server.ray_serve.application import build
 from tests.api.conftest import chat_body, user
 from tests.clients.random_model import write_random_model
+from tests.conftest import until
 
 PATIENCE_S = 240.0
 TOKENS = 48
@@ -69,14 +70,6 @@ def url(cluster: Cluster) -> str:
 def run(model: dict[str, Any], *, blocking: bool = True, **options: Any) -> None:
     application = build({"config": model, "cpus": 1, **options})
     serve._run(application, name="nf4", route_prefix="/", _blocking=blocking)
-
-
-def until(condition: Callable[[], bool], limit_s: float = PATIENCE_S) -> float:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < limit_s, "it did not happen in time"
-        time.sleep(0.2)
-    return time.monotonic() - began
 
 
 def running() -> list[str]:
@@ -138,22 +131,22 @@ class Load:
 def test_a_replica_a_node_and_an_update(cluster: Cluster, url: str, model: dict[str, Any]) -> None:
     """200 streaming requests: each ends whole or with an error in OpenAI's shape, none hangs, replicas are back."""
     run(model, replicas=2)
-    until(lambda: len(running()) == 2)
+    until(lambda: len(running()) == 2, PATIENCE_S)
     assert set(replicas("Ingress").values()) == {cluster.head_node.node_id}
     load = Load(url)
     time.sleep(5)
     ray.kill(ray.get_actor(next(iter(replicas())), namespace="serve"), no_restart=True)
     killed = time.monotonic()
-    until(lambda: len(running()) < 2)
-    until(lambda: len(running()) == 2)
+    until(lambda: len(running()) < 2, PATIENCE_S)
+    until(lambda: len(running()) == 2, PATIENCE_S)
     print(f"a replica was back after {time.monotonic() - killed:.1f} s")
     node = next(node for node in cluster.worker_nodes if node.node_id in replicas().values())
     cluster.add_node(num_cpus=2)
     time.sleep(10)  # what Ray itself starts on a new node takes some seconds of a core
     cluster.remove_node(node, allow_graceful=False)
     removed = time.monotonic()
-    until(lambda: len(running()) < 2)
-    until(lambda: len(running()) == 2)
+    until(lambda: len(running()) < 2, PATIENCE_S)
+    until(lambda: len(running()) == 2, PATIENCE_S)
     print(f"replicas were back {time.monotonic() - removed:.1f} s after a node was lost")
     changed = {**model, "http": {"max_queue": 128}}
     run(changed, replicas=2)

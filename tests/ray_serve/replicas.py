@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from server.config import ConfigError
 from server.ray_serve.application import build
 from tests.adapters import ALL_PROJECTIONS, save_adapter
 from tests.api.conftest import MODEL, chat_body, user
+from tests.conftest import until
 from tests.reference import Reference
 
 CHAT = "/v1/chat/completions"
@@ -63,14 +63,6 @@ def samples(http: httpx.Client, name: str) -> dict[str, float]:
     """A metric's value by replica."""
     lines = re.findall(rf'^{name}{{.*replica="(\w+)".*}} (\S+)$', http.get("/metrics").text, re.MULTILINE)
     return {replica: float(value) for replica, value in lines}
-
-
-def until(condition: Callable[[], bool]) -> float:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < PATIENCE_S, "it did not happen in time"
-        time.sleep(0.2)
-    return time.monotonic() - began
 
 
 def stream(http: httpx.Client, content: str, max_tokens: int = 24) -> list[str]:
@@ -172,7 +164,7 @@ def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
     with httpx.stream("POST", f"{http.base_url}{CHAT}", json=body, timeout=PATIENCE_S, trust_env=False) as answer:
         next(answer.iter_lines())
         assert sum(samples(http, "nf4_num_requests_running").values()) == 1
-    until(lambda: sum(samples(http, "nf4_num_requests_running").values()) == 0)
+    until(lambda: sum(samples(http, "nf4_num_requests_running").values()) == 0, PATIENCE_S)
 
 
 def test_a_killed_replica(http: httpx.Client) -> None:
@@ -194,7 +186,7 @@ def test_a_killed_replica(http: httpx.Client) -> None:
         ended = [whole(answer.result(PATIENCE_S)) for answer in answers]
     assert sum(ended) >= 16
     dead = names[0].rpartition("#")[2]
-    until(lambda: len(running := samples(http, "nf4_engine_up")) == 2 and dead not in running)
+    until(lambda: len(running := samples(http, "nf4_engine_up")) == 2 and dead not in running, PATIENCE_S)
     assert whole(stream(http, "Are you there?"))
 
 
@@ -215,7 +207,7 @@ def test_a_rolling_update(http: httpx.Client) -> None:
         asking = [pool.submit(ask, i) for i in range(4)]
         try:
             serve.run(build({"config": changed, "replicas": 2, "imbalance": 4}), name="nf4", route_prefix="/")
-            until(lambda: len(new := set(samples(http, "nf4_engine_up"))) == 2 and not new & old)
+            until(lambda: len(new := set(samples(http, "nf4_engine_up"))) == 2 and not new & old, PATIENCE_S)
         finally:
             stop.set()
         assert all(each.result(PATIENCE_S) for each in asking)
@@ -257,7 +249,7 @@ def test_a_replica_that_cannot_start(http: httpx.Client, config: dict[str, Any],
             message = deployments["Engine"].message if "Engine" in deployments else ""
             return [line for line in message.splitlines() if reason in line]
 
-        until(lambda: said() != [])
+        until(lambda: said() != [], PATIENCE_S)
         assert said()[0].startswith("RuntimeError: ")
         refused = http.get("/bad/health")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_replica")

@@ -1,46 +1,28 @@
-"""When a sequence ends, and what it remembers."""
+"""When a sequence ends."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.engine.factories import make_sequence
 
-EOS = frozenset({1})
+EOS = 1
+ENDS: dict[str, tuple[dict[str, Any], list[int], tuple[str, int | None]]] = {
+    "eos": ({}, [9, EOS], ("stop", EOS)),
+    "a stop token, eos being ignored": ({"ignore_eos": True, "stop_token_ids": (7,)}, [EOS, 7], ("stop", 7)),
+    "max_tokens": ({"max_tokens": 2}, [9, 9], ("length", None)),
+    "eos as the last token that is allowed": ({"max_tokens": 1}, [EOS], ("stop", EOS)),
+    "eos behind min_tokens": ({"min_tokens": 2}, [EOS, EOS, EOS], ("stop", EOS)),
+}
 
 
-def test_eos_ends_a_sequence() -> None:
-    sequence = make_sequence(4, EOS)
-    sequence.append(9)
-    assert sequence.finish_reason is None
-    sequence.append(1)
-    assert (sequence.finish_reason, sequence.stop_token_id) == ("stop", 1)
-
-
-def test_ignore_eos_leaves_stop_tokens() -> None:
-    sequence = make_sequence(4, EOS, ignore_eos=True, stop_token_ids=(7,))
-    sequence.append(1)
-    assert sequence.finish_reason is None
-    sequence.append(7)
-    assert (sequence.finish_reason, sequence.stop_token_id) == ("stop", 7)
-
-
-def test_max_tokens_end_with_length() -> None:
-    sequence = make_sequence(4, EOS, max_tokens=2)
-    sequence.append(9)
-    assert sequence.finish_reason is None
-    sequence.append(9)
-    assert sequence.finish_reason == "length"
-
-
-def test_eos_on_the_last_allowed_token_is_a_stop() -> None:
-    sequence = make_sequence(4, EOS, max_tokens=1)
-    sequence.append(1)
-    assert sequence.finish_reason == "stop"
-
-
-def test_min_tokens_counts_tokens_before_the_end() -> None:
-    sequence = make_sequence(4, EOS, min_tokens=2)
-    sequence.append(1)
-    sequence.append(1)
-    assert sequence.finish_reason is None
-    sequence.append(1)
-    assert sequence.finish_reason == "stop"
+@pytest.mark.parametrize("case", ENDS)
+def test_a_sequence_ends_with_the_last_of_these_tokens(case: str) -> None:
+    options, tokens, end = ENDS[case]
+    sequence = make_sequence(4, frozenset({EOS}), **options)
+    for token in tokens:
+        assert sequence.finish_reason is None
+        sequence.append(token)
+    assert (sequence.finish_reason, sequence.stop_token_id) == end
