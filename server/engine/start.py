@@ -62,11 +62,12 @@ def load_runner(
     runner.advice = memory.advice
     limits = runner.limits
     logger.info(
-        "%s on %s in %s: contexts to %d tokens, %d cache blocks of %d",
+        "%s on %s in %s: up to %d tokens a sequence, %d in the KV cache (%d blocks of %d)",
         folder.name,
         device,
-        dtype,
+        str(dtype).removeprefix("torch."),
         limits.max_model_len,
+        limits.num_blocks * config.block_size,
         limits.num_blocks,
         config.block_size,
     )

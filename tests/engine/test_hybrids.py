@@ -92,7 +92,7 @@ def test_rotary_angles_of_positions_with_axes() -> None:
 def test_layers_are_written_ones(family: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         build_runner(copy.deepcopy(model_of(family)), CONFIG)
-    assert "layers are written ones" in caplog.text
+    assert "layers run by the server's own code" in caplog.text
     kinds = model_of(family).config.layer_types
     states, attending = sum(kind in STATE_KINDS for kind in kinds), sum(map(attends, kinds))
     assert f"{states} " in caplog.text

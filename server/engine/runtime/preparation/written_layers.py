@@ -88,7 +88,10 @@ def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> list
         logger.warning("%s: with the written ones logits %s", _OWN, failed or _ELSEWHERE)
         undo()
         return []
-    logger.info("layers are written ones; their logits are within %.1e of transformers' own", steps.largest_error)
+    logger.info(
+        "layers run by the server's own code: in a warm-up check, logits were within %.1e of those by transformers'",
+        steps.largest_error,
+    )
     if isinstance(paged.backend, PagedCpuBackend) and is_alone():
         _use_small_steps(paged, written, paged.backend, steps)
     return written
