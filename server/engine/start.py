@@ -22,10 +22,10 @@ from server.config import EngineConfig
 from server.engine.contention import barriers
 from server.engine.planning import plan_start
 from server.engine.runtime.exchange import Membership, join
-from server.engine.runtime.followers import Followers
 from server.engine.runtime.limits import resolve_device, usable_threads
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.tp_workers import TPWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +35,12 @@ def load_runner(
     config: EngineConfig,
     progress: Progress,
     membership: Membership | None = None,
-    followers: Followers | None = None,
+    workers: TPWorkers | None = None,
 ) -> ModelRunner:
     """Load the checkpoint and make it ready to run.
 
     membership: of several processes that call this at the same time, each of which gets a shard of the model; the one of
-    rank 0 has followers, which compute what it computes. Raises CheckpointError, UnsupportedModelError or
+    rank 0 has workers, which compute what it computes. Raises CheckpointError, UnsupportedModelError or
     EngineConfigError when that cannot succeed.
     """
     device, dtype = resolve_device(config)
@@ -58,7 +58,7 @@ def load_runner(
         model = _load(folder, config, device, dtype, progress, membership, towers)
         draft = _load_draft(folder, config, device, dtype, progress) if config.speculation == "draft" else None
         progress("preparing the model", 0.0)
-        runner = build_runner(model, config, progress, followers, draft, memory.kept)
+        runner = build_runner(model, config, progress, workers, draft, memory.kept)
     runner.advice = memory.advice
     limits = runner.limits
     logger.info(

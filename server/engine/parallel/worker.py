@@ -107,7 +107,7 @@ class _Worker:
         while True:
             match self._wire.receive():
                 case ComputeStep() as message:
-                    runner.follow(*reader.read(message))
+                    runner.compute_as_worker(*reader.read(message))
                 case WriteAdapter(slot, path):
                     assert runner.adapters is not None
                     runner.adapters.write(slot, Path(path))

@@ -96,12 +96,8 @@ class Workers:
         for ready in self._ready.values():
             ready.wait()
 
-    def compute(self, given: StepInput) -> None:
-        """Have the workers compute a step."""
-        self._send(self._writer.write(given, None))
-
-    def decode(self, given: StepInput, launch: Launch) -> None:
-        """Have the workers compute a step and sample its tokens."""
+    def compute(self, given: StepInput, launch: Launch | None = None) -> None:
+        """Have the workers compute a step, and sample its tokens if launch says how."""
         self._send(self._writer.write(given, launch))
 
     def write_adapter(self, slot: int, path: str) -> None:

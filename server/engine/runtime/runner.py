@@ -12,7 +12,6 @@ import torch
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, batch_of, token_batch
-from server.engine.runtime.followers import Followers, followed
 from server.engine.runtime.graphs.graph_set import GraphSet
 from server.engine.runtime.graphs.invariant import run_in_groups
 from server.engine.runtime.graphs.launched_step import Launch, LaunchedStep, rows_before
@@ -32,6 +31,7 @@ from server.engine.runtime.speculation.draft_model import DraftModel
 from server.engine.runtime.speculation.launched_drafts import LaunchedDrafts
 from server.engine.runtime.states.pool import StatePool
 from server.engine.runtime.step_input import StepInput, step_input
+from server.engine.runtime.tp_workers import TPWorkers, computed_by_all
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 
@@ -59,11 +59,11 @@ class ModelRunner:
         adapters: AdapterRegistry | None = None,
         graphs: StepGraphs | None = None,
         step_costs: StepCosts | None = None,
-        followers: Followers | None = None,
+        workers: TPWorkers | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
         self._paged = paged
-        self._followers = followers
+        self._workers = workers
         self._newest: torch.Tensor | None = None
         self._graphs = graphs or StepGraphs()
         self.step_costs = step_costs
@@ -120,9 +120,9 @@ class ModelRunner:
 
     def _compute_together(self, given: StepInput) -> torch.Tensor:
         """compute() by all ranks. Raises ExchangeError where this one fails, while others may wait for it."""
-        if self._followers is None:
+        if self._workers is None:
             return self.compute(given)
-        with followed(given, self._followers):
+        with computed_by_all(given, self._workers):
             found = self.compute(given)
             if found.is_cuda:
                 torch.cuda.synchronize(found.device)
@@ -191,11 +191,11 @@ class ModelRunner:
         and none is a draft token. previous is the step before it where that has not been read yet, which has no draft
         tokens, and then nor has this one. complete() of what is launched has to follow, once it has been.
         """
-        followers, drafts = self._followers, bool(step.drafts)
+        workers, drafts = self._workers, bool(step.drafts)
         graphs = self._graphs.verify if drafts else self._graphs.decode
         if graphs is None or not step.samples_each or any(chunk.sequence.embeds for chunk in step.others):
             return None
-        if followers is not None and (drafts or not step.is_raw):
+        if workers is not None and (drafts or not step.is_raw):
             return None
         if drafts and not step.is_raw:
             step.read_drafts()  # penalties and grammars depend on them
@@ -209,26 +209,26 @@ class ModelRunner:
             assert isinstance(step.unread, LaunchedDrafts)
             newest, source = step.unread.tokens, step.unread.source(step)
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        if followers is not None and given is not None:
+        if workers is not None and given is not None:
             table = RandomRows(step.sampled_sequences, self.limits.vocab_size).table()
-            followers.decode(given, Launch(previous is not None, source, table))
-            waiting = followers.waiting
+            workers.compute(given, Launch(previous is not None, source, table))
+            waiting = workers.waiting
         try:
             with waiting():
                 output = graphs.run(batch, newest, source)
                 return LaunchedStep(step, output, self._sampler, previous is None, waiting)
         except Exception as e:
             # The device's context is lost, or other ranks wait in the step.
-            if followers is not None or isinstance(e, torch.AcceleratorError):
+            if workers is not None or isinstance(e, torch.AcceleratorError):
                 raise
             logger.exception("launching a step of %d sequences failed", step.size)
             return None  # execute() computes it, or ends its requests
 
     @torch.inference_mode()
-    def follow(self, given: StepInput, launch: Launch | None) -> None:
-        """Compute a step as another rank of the same model does, and sample its tokens where launch says how.
+    def compute_as_worker(self, given: StepInput, launch: Launch | None) -> None:
+        """Compute a step as rank 0 of the same model does, and sample its tokens if launch says how.
 
-        The steps must come in the order in which the other rank computes them.
+        The steps must come in the order in which rank 0 computes them.
         """
         if launch is None:
             self.compute(given)

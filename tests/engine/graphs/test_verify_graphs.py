@@ -139,20 +139,18 @@ def test_draft_tokens_that_only_the_device_knows_are_those_of_their_sequences(fi
 
 
 class OtherRank:
-    """Do as followers do: compute the columns of each step with graphs of their own."""
+    """Do as TP workers do: compute the columns of each step with graphs of their own."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.is_waited_for = False
         self.ids: list[list[int]] = []
 
-    def compute(self, given: StepInput) -> None:
+    def compute(self, given: StepInput, launch: Launch | None = None) -> None:
+        assert launch is None
         assert not self.is_waited_for
         self.ids.append(given.ids)
-        self._runner.follow(given, None)
-
-    def decode(self, given: StepInput, launch: Launch) -> None:
-        raise AssertionError("no step is launched ahead")
+        self._runner.compute_as_worker(given, launch)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -169,7 +167,7 @@ def test_other_ranks_verify_draft_tokens_by_the_same_graphs(unread: bool, fits: 
     plain = build_runner(tiny_model("llama"), config)
     graphs, others = UncapturedGraphs(plain._paged), UncapturedGraphs(plain._paged)
     other = OtherRank(ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=others)))
-    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), followers=other)
+    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), workers=other)
     sequence = make_sequence(6)
     sequence.tables = BlockTables(1, 8)
     sequence.row = sequence.tables.take([0, 1, 2])
@@ -189,7 +187,7 @@ def test_a_rank_that_fails_while_others_verify_draft_tokens_ends_the_group(monke
     config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
     plain = build_runner(tiny_model("llama"), config)
     graphs = UncapturedGraphs(plain._paged)
-    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), followers=OtherRank(plain))
+    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), workers=OtherRank(plain))
     sequence = make_sequence(6)
     sequence.tables = BlockTables(1, 8)
     sequence.row = sequence.tables.take([0, 1, 2])

@@ -15,7 +15,6 @@ from server.checkpoint.sharding.sharded import ShardedModel
 from server.config import EngineConfig
 from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.exchange import least
-from server.engine.runtime.followers import Followers
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_limits
 from server.engine.runtime.memory import settle
@@ -45,6 +44,7 @@ from server.engine.runtime.preparation.tuning import choose_launches
 from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.ops import use_kernels
+from server.engine.runtime.tp_workers import TPWorkers
 from server.engine.runtime.transfers.kernels_in_use import use_step_kernels
 from server.engine.runtime.trials import side_by_side, summary
 
@@ -55,13 +55,13 @@ def build_runner(
     loaded: PreTrainedModel | ShardedModel,
     config: EngineConfig,
     progress: Progress = lambda *_: None,
-    followers: Followers | None = None,
+    workers: TPWorkers | None = None,
     draft: PreTrainedModel | None = None,
     kept_bytes: int = 0,
 ) -> ModelRunner:
     """A runner of what was loaded, which is changed in place and is the runner's from here on.
 
-    The ranks of a divided model must build their runners at the same time; followers: the other ranks, for rank 0. draft:
+    The ranks of a divided model must build their runners at the same time; workers: of rank 0. draft:
     the draft model, on the same device, where the configuration has one. kept_bytes as expansion_budget() has them.
 
     Layers are written ones where they can be, and on CUDA steps are captured as graphs, unless engine.enforce_eager leaves
@@ -112,7 +112,7 @@ def build_runner(
         costs = measure_steps(paged, limits, graphs, draft_times) if config.speculation != "off" else None
     if not config.batch_invariant:
         paged.backend.load_long_chunks()
-    return ModelRunner(paged, limits, adapters, graphs, costs, followers, draft_model)
+    return ModelRunner(paged, limits, adapters, graphs, costs, workers, draft_model)
 
 
 def _capture_steps(

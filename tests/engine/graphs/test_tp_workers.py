@@ -54,12 +54,9 @@ class OtherRank:
         self._runner = runner
         self.launched = 0
 
-    def compute(self, given: StepInput) -> None:
-        self._runner.follow(given, None)
-
-    def decode(self, given: StepInput, launch: Launch) -> None:
-        self.launched += 1
-        self._runner.follow(given, launch)
+    def compute(self, given: StepInput, launch: Launch | None = None) -> None:
+        self.launched += launch is not None
+        self._runner.compute_as_worker(given, launch)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -71,7 +68,7 @@ def make_ranks(patch: pytest.MonkeyPatch) -> tuple[ModelRunner, UncapturedGraphs
     plain, same = (build_runner(tiny_model("llama", vocab_size=VOCABULARY), CONFIG) for _ in range(2))
     graphs, others = UncapturedGraphs(plain._paged), UncapturedGraphs(same._paged)
     other = OtherRank(ModelRunner(same._paged, same.limits, graphs=StepGraphs(decode=others)))
-    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(decode=graphs), followers=other)
+    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(decode=graphs), workers=other)
     patch.setattr(UncapturedGraphs, "pool", property(lambda _: None), raising=False)
     patch.setattr(ModelRunner, "graph_replays", 0)
     return runner, graphs, other, others

@@ -1,4 +1,4 @@
-"""The other ranks of tensor parallelism, as rank 0's runner sees them."""
+"""The workers of tensor parallelism, ranks 1 to N - 1, as rank 0's runner sees them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from server.engine.runtime.step_input import StepInput
 from server.engine.runtime.trials import first_line
 
 
-class Followers(Protocol):
-    """The other ranks of tensor parallelism, which compute every step that this one computes."""
+class TPWorkers(Protocol):
+    """Compute every step that this rank computes."""
 
-    def compute(self, given: StepInput) -> None:
-        """Begin to compute a step."""
-        ...
-
-    def decode(self, given: StepInput, launch: Launch) -> None:
-        """Begin to compute a step whose tokens are sampled on the device."""
+    def compute(self, given: StepInput, launch: Launch | None = None) -> None:
+        """Begin to compute a step; launch: the way in which they sample its tokens, if they do."""
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -29,14 +25,14 @@ class Followers(Protocol):
 
 
 @contextmanager
-def followed(given: StepInput, followers: Followers) -> Iterator[None]:
-    """While entered, this rank computes a step and waits for it, and the others compute it.
+def computed_by_all(given: StepInput, workers: TPWorkers) -> Iterator[None]:
+    """While entered, this rank computes a step and waits for it, and the workers compute it.
 
-    Raises ExchangeError where this one fails, while others may wait for it.
+    Raises ExchangeError if this rank fails, as the workers may wait for it.
     """
-    followers.compute(given)
+    workers.compute(given)
     try:
-        with followers.waiting():
+        with workers.waiting():
             yield
     except Exception as e:
         raise ExchangeError(f"rank 0 failed in a step: {type(e).__name__}: {first_line(e)}") from e
