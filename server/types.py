@@ -69,7 +69,6 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):
     http_request_id: str = ""
     """Id of the HTTP request that asked for it, for the engine's log."""
     images: list[ImageInput] = []
-    """The prompt's images, in their order."""
     client: int = 0
     """The API process that it is of; 0 is the one that supervises the engine."""
 
@@ -197,7 +196,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_cache_queries: int = 0
     """Tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
-    """Looked-up tokens that were found."""
     state_slots: int = 0
     """Sequences whose states there is memory for; 0: the model's layers have none."""
     state_snapshot_slots: int = 0
@@ -213,7 +211,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     drafts: int = 0
     """Times that a sequence had draft tokens in a step (speculation)."""
     draft_tokens: int = 0
-    """Draft tokens that were verified."""
     accepted_by_place: list[int] = []
     """Those that were accepted, by their place among a sequence's draft tokens of a step; empty without speculation."""
     images_computed: int = 0

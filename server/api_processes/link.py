@@ -123,12 +123,9 @@ def read_setup(end: socket.socket) -> Setup:
 
 
 def _exactly(end: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = end.recv(count - len(data))
-        if not part:
-            raise EOFError("the first API process has ended")
-        data += part
+    data = end.recv(count, socket.MSG_WAITALL)
+    if len(data) < count:
+        raise EOFError("the first API process has ended")
     return data
 
 

@@ -24,9 +24,7 @@ class EmbeddingModel:
     """Way from the final hidden state of a text's last token to its embedding."""
 
     size: int
-    """The number of elements of the hidden state."""
     normalize: bool = True
-    """Whether it is scaled to length 1."""
     prefix: str = ""
     """Text in front of every input: the prompt that the model's makers set as the default."""
 

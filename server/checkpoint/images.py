@@ -22,9 +22,7 @@ IMAGE_TYPES = frozenset(
         "qwen3_vl", "qwen3_vl_moe", "smolvlm",
     )
 )  # fmt: skip
-"""Model types whose images are served."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""The files in which a checkpoint may say how its images are prepared."""
 
 
 WholeImages = Literal["windows", "all", "all, past windows"]

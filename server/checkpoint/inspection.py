@@ -43,7 +43,6 @@ class CheckpointInfo:
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     """Name to (safetensors dtype, shape)."""
     files: tuple[Path, ...] = ()
-    """The safetensors files."""
 
     @functools.cached_property
     def packed(self) -> dict[str, str]:

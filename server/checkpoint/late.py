@@ -31,11 +31,9 @@ class Economies:
     """Parts that are loaded in another form than the checkpoint's, to save memory."""
 
     output_layer: bool = False
-    """Whether the output layer becomes NF4."""
     skipped: bool = False
     """Whether projections become NF4 that an NF4 checkpoint has in 16 bit."""
     host_embedding: bool = False
-    """Whether the embedding stays in host memory."""
 
     @classmethod
     def of(cls, config: EngineConfig, device: str) -> Economies:

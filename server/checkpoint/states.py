@@ -15,7 +15,6 @@ STATE_TYPES = frozenset(
         *("granitemoehybrid", "nemotron_h", "falcon_h1", "bamba"),
     )
 )
-"""Model types whose layers with states are served."""
 _BOTH = "hybrid"
 """The kind of layers that attend and keep a state (Falcon-H1)."""
 STATE_KINDS = ("linear_attention", "conv", "mamba", _BOTH)

@@ -37,7 +37,6 @@ class PreparedImage(msgspec.Struct, tag="prepared", frozen=True):
     placeholders: int
     """Tokens of that text that the image's features replace."""
     num_bytes: int
-    """Size of the file."""
 
 
 class ImageRefused(msgspec.Struct, tag="refused", frozen=True):

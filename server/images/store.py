@@ -43,7 +43,6 @@ class StoredImage:
     """Tokens of the text that its features replace."""
     num_bytes: int
     users: int = 0
-    """Requests that use it."""
 
 
 class ImageStore:

@@ -27,22 +27,17 @@ class EngineCollector(Collector):
     The counters begin at zero with every engine, as Prometheus expects after a restart.
     """
 
-    def __init__(
-        self,
-        model_name: str,
-        stats: Callable[[], EngineStats],
-        state: Callable[[], tuple[str, int]],
-        cache: Callable[[], CacheConfig | None],
-    ) -> None:
+    def __init__(self, model_name: str) -> None:
         self._model = model_name
-        self._stats = stats
-        self._state = state
-        self._cache = cache
+        self.stats = EngineStats()
+        self.state: Callable[[], tuple[str, int]] = lambda: ("loading", 0)
+        """Gives the engine's state, one word, and its number of restarts."""
+        self.cache: CacheConfig | None = None
 
     def collect(self) -> Iterable[Metric]:
         """See Collector.collect."""
-        stats = self._stats()
-        state, restarts = self._state()
+        stats, cache = self.stats, self.cache
+        state, restarts = self.state()
         usage = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
         yield from self._gauges(
             ("num_requests_running", "Requests in the engine's batches.", stats.running),
@@ -61,7 +56,7 @@ class EngineCollector(Collector):
             ("state_snapshots_on_host", "Those that can be found in host memory.", stats.state_snapshots_on_host),
             ("engine_up", "1 when the engine takes requests.", float(state == "ready")),
         )
-        if (cache := self._cache()) is not None:
+        if cache is not None:
             yield self._family(
                 GaugeMetricFamily,
                 "cache_config_info",

@@ -19,9 +19,6 @@ from server.types import EngineReady, EngineStats, RequestOutput, StepOutputs
 # These would add a second series to every counter and histogram, for which Prometheus has no use.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-Phase = str
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
-
 # Seconds. The buckets are narrow around 2 ms, the time of a token of a small model on a GPU.
 TOKEN_BUCKETS = (
     *(0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),
@@ -59,10 +56,8 @@ class Metrics:
             self._exposed = VllmNames(everything, keep_ours=names == "both")
         self._plain_only = names != "nf4"
         self._model = model_name
-        self._stats = EngineStats()
-        self._cache: CacheConfig | None = None
-        self._state: Callable[[], tuple[str, int]] = lambda: ("loading", 0)
-        everything.register(EngineCollector(model_name, self._latest_stats, self._latest_state, self._latest_cache))
+        self._engine = EngineCollector(model_name)
+        everything.register(self._engine)
         self._define_request_metrics()
         self._define_engine_metrics()
         self._define_http_metrics()
@@ -156,28 +151,19 @@ class Metrics:
             self._model
         )
 
-    def _by_phase(self, name: str, text: str) -> dict[Phase, Histogram]:
+    def _by_phase(self, name: str, text: str) -> dict[str, Histogram]:
         histogram = Histogram(
             f"nf4_{name}", text, ["model_name", "phase"], buckets=KERNEL_BUCKETS, registry=self.registry
         )
-        return {phase: histogram.labels(self._model, phase) for phase in PHASES}
-
-    def _latest_stats(self) -> EngineStats:
-        return self._stats
-
-    def _latest_state(self) -> tuple[str, int]:
-        return self._state()
-
-    def _latest_cache(self) -> CacheConfig | None:
-        return self._cache
+        return {phase: histogram.labels(self._model, phase) for phase in ("prefill", "decode")}
 
     def watch_engine(self, state: Callable[[], tuple[str, int]]) -> None:
         """At every scrape call state for the engine's state, one word, and its number of restarts."""
-        self._state = state
+        self._engine.state = state
 
     def step_done(self, step: StepOutputs) -> None:
         """Count the step, or the two steps, that ended in one call of the engine."""
-        self._stats = step.stats
+        self._engine.stats = step.stats
         for stats in (step.before, step.stats):
             if stats is not None and stats.step_batch:
                 self._step_seconds.observe(stats.step_seconds)
@@ -186,11 +172,11 @@ class Metrics:
 
     def engine_ready(self, ready: EngineReady, *, prefix_caching: bool) -> None:
         """Note the configuration of a new engine's KV cache."""
-        self._cache = CacheConfig(ready.block_size, ready.num_blocks, prefix_caching)
+        self._engine.cache = CacheConfig(ready.block_size, ready.num_blocks, prefix_caching)
 
     def engine_ended(self) -> None:
         """Forget the state of an engine that is gone."""
-        self._stats = EngineStats()
+        self._engine.stats = EngineStats()
 
     def tokens_received(self, timeline: RequestTimeline, output: RequestOutput) -> None:
         """Count one output of the engine, and note it in the sequence's timeline."""

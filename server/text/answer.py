@@ -100,7 +100,6 @@ class AnswerParser:
         self._single_call = single_call
         self._forced = ForcedCalls() if forced else None
         self.called = False
-        """Whether there was a tool call."""
 
     @property
     def repeated(self) -> bool:

@@ -27,7 +27,6 @@ class GenerationPlan:
 
     options: GenerationOptions
     prompts: Sequence[list[int]]
-    """Token ids of each prompt."""
     model: str
     """The served model's name, or an adapter's."""
     answer_id: str
@@ -36,7 +35,6 @@ class GenerationPlan:
     prompt_param: str
     """Name of the prompt in errors."""
     requested_tokens: int | None
-    """The limit of an answer's length that the client asks for."""
     cut_to_fit: bool = False
     """Whether a requested limit that does not fit beside the prompt is cut to what does; else it is refused."""
     default_tokens: int | None = None
@@ -44,7 +42,6 @@ class GenerationPlan:
     logprobs: int | None = None
     """Alternatives that each generated token is returned with; None: no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens."""
     at_start: bool = False
     """Whether the answer is a text of its own, not one that goes on from the prompt."""
     grammar: str | None = None

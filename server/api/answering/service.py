@@ -62,7 +62,6 @@ class Service:
         self.preparation = EngineStatus("loading", stage="starting")
         """Step of the start before there is an engine."""
         self.steps = StartSteps()
-        """Progress of the start."""
         self.settled = True
         """Whether all API processes take connections; until then /health does not invite any."""
         self.spread: Callable[[], Awaitable[None]] = _nothing

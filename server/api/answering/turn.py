@@ -56,7 +56,6 @@ class _Prompt:
     functions: frozenset[str]
     """Names of the functions that the model may call."""
     forced: bool
-    """Whether the answer has to be calls."""
 
 
 class Turn:

@@ -95,10 +95,7 @@ class Connection(HttpToolsProtocol):
         if self._refused:
             return
         if not (self._reading_head or self._reading_body):
-            self._reading_head = True
-            self._head_bytes = self._head_lines = self._raw_bytes = 0
-            self._last_progress = self.loop.time()
-            self._start_timer(self.limits.header_timeout_s)
+            self._begin_head()
         elif self._reading_body:
             self._last_progress = self.loop.time()
         self._parsed = self._request_ended = False
@@ -115,11 +112,14 @@ class Connection(HttpToolsProtocol):
         """A request's first byte; with pipelining the one before may have ended within the same data."""
         self._parsed = True
         if not self._reading_head:
-            self._reading_head = True
-            self._head_bytes = self._head_lines = self._raw_bytes = 0
-            self._last_progress = self.loop.time()
-            self._start_timer(self.limits.header_timeout_s)
+            self._begin_head()
         super().on_message_begin()
+
+    def _begin_head(self) -> None:
+        self._reading_head = True
+        self._head_bytes = self._head_lines = self._raw_bytes = 0
+        self._last_progress = self.loop.time()
+        self._start_timer(self.limits.header_timeout_s)
 
     def on_url(self, url: bytes) -> None:
         """A part of the request's target."""

@@ -27,6 +27,15 @@ _TYPE_NAMES = {
     "model_attributes_type": "an object",
 }
 
+_JSON_TYPES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+}
+
 _BOUNDS = {
     "greater_than_equal": (">=", "ge"),
     "greater_than": (">", "gt"),
@@ -161,21 +170,7 @@ def path_of(location: Sequence[str | int]) -> str:
 
 def json_type(value: Any) -> str:
     """A value's JSON type with its article."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int():
-            return "an integer"
-        case float():
-            return "a number"
-        case str():
-            return "a string"
-        case list():
-            return "an array"
-        case _:
-            return "an object"
+    return _JSON_TYPES.get(type(value), "an object")
 
 
 def wrong_type(param: str, expected: str, value: Any) -> ApiError:

@@ -21,7 +21,6 @@ class ImageSource:
     low_detail: bool
     """Whether a smaller image will do (OpenAI's detail "low")."""
     param: str
-    """Its name in errors."""
 
 
 class TranslatedImage(dict[str, Any]):

@@ -53,7 +53,6 @@ MESSAGES_SCHEMA = _some(
         ]
     }
 )
-"""The messages of /v1/chat/completions."""
 
 _BLOCKS = [
     _PART,
@@ -91,6 +90,4 @@ ANTHROPIC_MESSAGES = _some(
         ]
     }
 )
-"""The messages of /v1/messages."""
 ANTHROPIC_SYSTEM = {"anyOf": [_TEXT, _some(_PART), {"type": "null"}]}
-"""The system field of /v1/messages."""

@@ -24,7 +24,6 @@ class ExpertsLayout:
     """Layout of one layer's experts in transformers' module."""
 
     name: str
-    """The module's name within the model."""
     layer: int
     count: int
     hidden: int
@@ -36,7 +35,6 @@ class ExpertsLayout:
     activation: str | None
     """One of EXPERT_ACTIVATIONS, or UNGATED; None where what the module computes is none of these."""
     kind: str
-    """The module's class."""
 
     @property
     def rows(self) -> int:
