@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.prompts import Chat
 
@@ -22,6 +22,21 @@ class Greedy:
     margins: list[float]
 
 
+def expand_linears(model: PreTrainedModel) -> None:
+    """Put plain layers of the same float32 weights in the place of bitsandbytes' layers.
+
+    bitsandbytes' exact CPU path expands a weight and calls torch's linear for every token; here it is expanded once. (Its
+    other path rounds weights, scales and activations to bfloat16 where the CPU has that.)
+    """
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Linear4bit):
+            module.weight.quant_state.dtype = torch.float32
+            plain = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            weight = dequantize_4bit(module.weight.data, module.weight.quant_state)
+            plain.weight = torch.nn.Parameter(weight, requires_grad=False)
+            model.set_submodule(name, plain)
+
+
 class Reference:
     """The oracle of the whole server: one request at a time, none of our code in it."""
 
@@ -32,15 +47,7 @@ class Reference:
         for parameter in self.model.parameters():
             if parameter.dtype == torch.bfloat16:
                 parameter.data = parameter.data.float()
-        # bitsandbytes' exact CPU path expands a weight and calls torch's linear for every token; here it is expanded
-        # once. (Its other path rounds weights, scales and activations to bfloat16 where the CPU has that.)
-        for name, module in list(self.model.named_modules()):
-            if isinstance(module, Linear4bit):
-                module.weight.quant_state.dtype = torch.float32
-                weight = dequantize_4bit(module.weight.data, module.weight.quant_state)
-                plain = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-                plain.weight = torch.nn.Parameter(weight, requires_grad=False)
-                self.model.set_submodule(name, plain)
+        expand_linears(self.model)
 
     def known_greedy(self, chat: Chat, max_tokens: int) -> Greedy:
         """greedy(), computed once; for a model that stays as it is."""

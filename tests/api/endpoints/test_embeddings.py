@@ -14,8 +14,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from server.checkpoint.loading import load_model
 from tests.api.conftest import metric, openai_client
 from tests.conftest import RunningServer, start_server
+from tests.reference import expand_linears
 
 pytestmark = pytest.mark.rest
 
@@ -92,7 +94,8 @@ def ask(http: httpx.Client, text: Any, **options: Any) -> list[Any]:
 
 def test_they_are_the_normalised_states_of_the_last_token(http: httpx.Client, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = load_as_served(folder)
+    model = load_model(folder, torch.device("cpu"), torch.float32, lambda *_: None)
+    expand_linears(model)
     for text, found in zip(TEXTS, ask(http, TEXTS), strict=True):
         ids = tokenizer(text)["input_ids"]
         assert ids[-1] == tokenizer.eos_token_id
@@ -103,22 +106,6 @@ def test_they_are_the_normalised_states_of_the_last_token(http: httpx.Client, fo
         assert math.isclose(math.hypot(*found), 1, abs_tol=1e-5)
         # Both alone: the order of sums depends on how many tokens a step has.
         assert ask(http, ids)[0] == pytest.approx(ask(http, text)[0], abs=1e-6)
-
-
-def load_as_served(folder: Path) -> PreTrainedModel:
-    from server.checkpoint.loading import load_model
-
-    model = load_model(folder, torch.device("cpu"), torch.float32, lambda *_: None)
-    from bitsandbytes.functional import dequantize_4bit
-    from bitsandbytes.nn import Linear4bit
-
-    for name, module in list(model.named_modules()):
-        if isinstance(module, Linear4bit):
-            plain = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            weight = dequantize_4bit(module.weight.data, module.weight.quant_state).float()
-            plain.weight = torch.nn.Parameter(weight, requires_grad=False)
-            model.set_submodule(name, plain)
-    return model
 
 
 def test_formats_dimensions_and_usage(http: httpx.Client) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -59,17 +58,6 @@ def ask_until_accepted(
     pytest.fail("no draft token was accepted where a text repeats itself")
 
 
-def streamed(client: httpx.Client, **body: Any) -> tuple[str, dict[str, Any]]:
-    """The text of a stream's chunks, and the last choice."""
-    text, last = "", {}
-    with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                last = json.loads(line.removeprefix("data: "))["choices"][0]
-                text += last["delta"].get("content") or ""
-    return text, last
-
-
 def test_answers_are_those_without_and_say_how_many_were_accepted(
     http: httpx.Client, speculating: httpx.Client
 ) -> None:
@@ -90,26 +78,6 @@ def test_answers_are_those_without_and_say_how_many_were_accepted(
     assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
     assert (timings["draft_tokens"], timings["accepted_tokens"]) == (drafted, accepted)
     assert counted(speculating, "accepted_tokens_per_pos") == counted(speculating, "accepted_tokens")
-
-
-def test_streams_stop_strings_choices_and_log_probabilities(http: httpx.Client, speculating: httpx.Client) -> None:
-    whole = ask(http, **AGAIN)["choices"][0]["message"]["content"]
-    stop = whole[len(whole) // 2 : len(whole) // 2 + 6]
-    for options in ({}, {"stop": [stop]}, {"max_tokens": 23}):
-        body = AGAIN | options
-        expected, got = (ask(client, **body)["choices"][0] for client in (http, speculating))
-        text, last = streamed(speculating, **body)
-        assert got["message"] == expected["message"]
-        assert text == expected["message"]["content"]
-        assert got["finish_reason"] == last["finish_reason"] == expected["finish_reason"]
-        assert got["stop_reason"] == last["stop_reason"] == expected["stop_reason"]
-    body = AGAIN | {"n": 3, "temperature": 0.4, "seed": 5, "logprobs": True, "top_logprobs": 2, "max_tokens": 30}
-    # Of one server: the other one's layers are compiled, and in fixed point (docs/adr/0027-fixed-point-on-cpu.md) what these
-    # round differently moves log-probabilities by 3e-4, so that a sampled token may be another one.
-    expected, got = (ask(speculating, **body, speculation=way)["choices"] for way in (False, True))
-    for one, other in zip(expected, got, strict=True):
-        assert other["message"] == one["message"]
-        assert [e["token"] for e in other["logprobs"]["content"]] == [e["token"] for e in one["logprobs"]["content"]]
 
 
 def test_a_request_may_do_without(speculating: httpx.Client) -> None:

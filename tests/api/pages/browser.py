@@ -24,6 +24,8 @@ ENDLESS = "60000"
 """Tokens of an answer that somebody has to stop, however long a busy machine holds him up."""
 ENDED = "document.querySelectorAll('article.assistant[aria-busy=false]').length === {}"
 """That so many answers have come to their ends."""
+STORY = "Tell me a very long story about a lighthouse."
+BEGUN = "document.querySelector('article.assistant .prose')?.innerText.length > 20"
 STORED = """new Promise((done) => {
   const asked = indexedDB.open(`nf4-chat${new URL('.', location.href).pathname.slice(0, -1)}`);
   asked.onsuccess = () => {
@@ -255,6 +257,13 @@ async def send(page: Page, text: str) -> None:
     await page.press("Enter")
 
 
+async def begin(page: Page, text: str = STORY) -> None:
+    """Send a message that has an endless answer, and wait for some of it."""
+    await page.set("[name=max_tokens]", ENDLESS)
+    await send(page, text)
+    await page.until(BEGUN)
+
+
 async def ask(page: Page, text: str, answers: int = 1) -> str:
     """Send a message and wait for its answer, the answers-th on the page; its text."""
     await send(page, text)
@@ -273,8 +282,8 @@ async def answered(page: Page, text: str, **more: str) -> None:
     await ask(page, "Write something.")
 
 
-async def choose_files(page: Page, *files: tuple[str, str, str | bytes]) -> None:
-    """Choose files to attach: (name, media type, content)."""
+async def choose_files(page: Page, *files: tuple[str, str, str | bytes], field: str = "files") -> None:
+    """Choose files to attach, or for another field: (name, media type, content)."""
     made = ", ".join(
         f"new File([new Uint8Array({list(content.encode() if isinstance(content, str) else content)})],"
         f" {json.dumps(name)}, {{type: {json.dumps(kind)}}})"
@@ -282,7 +291,7 @@ async def choose_files(page: Page, *files: tuple[str, str, str | bytes]) -> None
     )
     await page.value(
         f"(() => {{ const data = new DataTransfer(); [{made}].forEach((one) => data.items.add(one));"
-        "const files = document.getElementById('files'); files.files = data.files;"
+        f"const files = document.getElementById('{field}'); files.files = data.files;"
         "files.dispatchEvent(new Event('change')); })()"
     )
 

@@ -13,13 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.api.pages.browser import ENDED, ENDLESS, Page, ask, asked, chat_page, load_again, send
+from tests.api.pages.browser import ENDED, ENDLESS, STORY, Page, ask, asked, begin, chat_page, load_again, send
 from tests.api.pages.page_server import CONTEXT, KEY, serve_pages, write_words_model
 from tests.conftest import RunningServer, engine_pid
 
 pytestmark = pytest.mark.rest
 
-STORY = "Tell me a very long story about a lighthouse."
 CONTINUE = ".assistant .resume"
 
 
@@ -49,9 +48,7 @@ async def test_a_cut_answer_goes_on(page: Page, pages: str) -> None:
 
 
 async def test_a_stopped_answer_goes_on_by_keyboard(page: Page) -> None:
-    await page.set("[name=max_tokens]", ENDLESS)
-    await send(page, STORY)
-    await page.until("document.querySelector('.assistant .prose')?.innerText.length > 20")
+    await begin(page)
     await page.press("Escape")
     await page.until(ENDED.format(1))
     before = await page.text(".assistant .prose")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.pages.browser import ENDED, ENDLESS, Page, ask, load, load_again, send, until_stored
+from tests.api.pages.browser import ENDED, ENDLESS, Page, ask, begin, choose_files, load, load_again, send, until_stored
 
 pytestmark = pytest.mark.rest
 
@@ -127,8 +127,7 @@ async def test_an_answer_that_was_left(page: Page) -> None:
     assert len(await page.text(".assistant .prose")) > 20
     # Deleted while its answer comes, a conversation stays deleted.
     await page.click(".new-chat")
-    await send(page, "Another long story.")
-    await page.until("document.querySelector('.assistant .prose')?.innerText.length > 20")
+    await begin(page, "Another long story.")
     await choose(page, "Another long story.", "delete")
     await page.until("document.querySelectorAll('.item').length === 1")
     await asyncio.sleep(1.5)
@@ -156,25 +155,20 @@ async def test_export_and_import(three: Page, pages: str, tmp_path: Path) -> Non
                      "asked.onblocked = asked.onsuccess = () => done(); })")  # fmt: skip
     await load(page, f"{pages}/")
     await page.until("document.querySelectorAll('.item').length === 0")
-    await take_in(page, everything)
+    await choose_files(page, ("a.json", "", everything), field="import-file")
     await page.until("document.querySelectorAll('.item').length === 3")
     await page.value("[...document.querySelectorAll('.item a')].find((one) => one.title.includes('prime')).click()")
     await page.until("document.querySelector('.assistant .prose')")
     assert await page.text(".assistant .prose") == answer
     await ask(page, "And 8?", 2)
-    await take_in(page, '{"conversations": []}')
+    await choose_files(page, ("a.json", "", '{"conversations": []}'), field="import-file")
     await page.until("document.getElementById('toast').innerText.includes('no export')")
     # Messages that stand behind one another in a circle have no beginning to be shown from.
     circle = [{"id": one, "parent": other, "role": "user", "content": ""} for one, other in ("ab", "ba")]
-    await take_in(page, json.dumps({"format": "nf4-chat", "conversations": [{"messages": circle}]}))
+    await choose_files(
+        page,
+        ("a.json", "", json.dumps({"format": "nf4-chat", "conversations": [{"messages": circle}]})),
+        field="import-file",
+    )
     await page.until("document.getElementById('toast').innerText.includes('belongs nowhere')")
     assert page.troubles == []
-
-
-async def take_in(page: Page, text: str) -> None:
-    """Import a file with this text."""
-    await page.value(
-        f"(() => {{ const data = new DataTransfer(); data.items.add(new File([{json.dumps(text)}], 'a.json'));"
-        "const files = document.getElementById('import-file'); files.files = data.files;"
-        "files.dispatchEvent(new Event('change')); })()"
-    )

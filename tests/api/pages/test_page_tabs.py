@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.api.pages.browser import ENDED, ENDLESS, Page, ask, asked, load_again, send, stored
+from tests.api.pages.browser import BEGUN, ENDED, ENDLESS, STORY, Page, ask, asked, begin, load_again, send, stored
 
 pytestmark = pytest.mark.rest
 
-STORY = "Tell me a very long story about a lighthouse."
-PROSE = "document.querySelector('article.assistant .prose')?.innerText.length > 20"
-
 
 async def test_an_answer_is_seen_and_stopped_from_the_other_tab(page: Page) -> None:
-    await page.set("[name=max_tokens]", ENDLESS)
-    await send(page, STORY)
-    await page.until(PROSE)
+    await begin(page)
     async with page.neighbour(await page.value("location.href")) as other:
         # It comes here, too, and is no answer that was left.
-        await other.until(PROSE)
+        await other.until(BEGUN)
         await other.until("document.querySelector('article.assistant').ariaBusy === 'true'")
         length = len(await other.text(".assistant .prose"))
         await other.until(f"document.querySelector('.assistant .prose').innerText.length > {length}")
@@ -80,11 +75,9 @@ async def test_both_write_at_once(page: Page) -> None:
 
 
 async def test_a_name_and_settings_of_one_stay_while_the_other_answers(page: Page) -> None:
-    await page.set("[name=max_tokens]", ENDLESS)
-    await send(page, STORY)
-    await page.until(PROSE)
+    await begin(page)
     async with page.neighbour(await page.value("location.href")) as other:
-        await other.until(PROSE)
+        await other.until(BEGUN)
         await other.click("#chat-menu")
         await other.click("#menu [data-action=rename]")
         await other.set("#rename input", "Of the sea")

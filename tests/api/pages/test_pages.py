@@ -9,12 +9,10 @@ import httpx
 import pytest
 
 from tests.api.conftest import MODEL
-from tests.api.pages.browser import ENDED, ENDLESS, Page, ask, asked, keep_settings, load, send, tab
+from tests.api.pages.browser import ENDED, ENDLESS, STORY, Page, ask, asked, begin, keep_settings, load, send, tab
 from tests.api.pages.page_server import ADAPTER, CONTEXT, KEY
 
 pytestmark = pytest.mark.rest
-
-STORY = "Tell me a very long story about a lighthouse."
 
 
 async def test_answer_and_its_figures(page: Page, pages: str) -> None:
@@ -110,9 +108,7 @@ async def test_thoughts_are_folded(page: Page) -> None:
 
 
 async def test_escape_stops_and_what_came_stays(page: Page) -> None:
-    await page.set("[name=max_tokens]", ENDLESS)
-    await send(page, STORY)
-    await page.until("document.querySelector('.assistant .prose')?.innerText.length > 20")
+    await begin(page)
     assert await page.value("document.getElementById('send').getAttribute('aria-label')") == "Stop"
     # A second message waits in its field until the answer has ended.
     await send(page, "Not yet")

@@ -28,10 +28,6 @@ def frequencies(logits: list[float] | torch.Tensor, count: int = 4000, **samplin
     return {t: n / count for t, n in Counter(r.token for r in sample(rows, sequences)).items()}
 
 
-def test_greedy_takes_the_largest() -> None:
-    assert next_token([0.0, 3.0, 1.0], make_sequence([1])) == 1
-
-
 def test_what_sequences_need_of_the_sampler() -> None:
     for options, needs in (
         ({"repetition_penalty": 1.1}, SamplingNeeds.PENALTIES),
