@@ -10,9 +10,8 @@ import msgspec
 from nf4_kernels.timing import KernelTimes
 from server.engine.clock import RequestClock, StepClock
 from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.scheduling.columns import DecodeColumns
-from server.engine.scheduling.sequence import SamplingNeeds, Sequence
-from server.engine.scheduling.step import Chunk, Chunks, Step
+from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.step import Chunk, Step
 from server.types import RequestOutput, TokenLogprob
 
 
@@ -45,25 +44,12 @@ class OutputBuilder:
 
         results: one for each chunk that samples. failures: the reasons of requests that failed, by request id.
         """
-        shares = self.step_clock.shares(step.num_tokens or 1)
-        decoding = step.decoding
-        if decoding is None or decoding.columns.traits.needs & SamplingNeeds.MORE_THAN_A_TOKEN or failures:
-            outputs = self._tell_chunks(step.chunks, results, failures, shares)
-        else:
-            outputs = self._tell_columns(decoding.columns, results[: len(decoding)], shares)
-            outputs += self._tell_chunks(step.others, results[len(decoding) :], failures, shares)
-        return [*(self.error(request_id, reason) for request_id, reason in failures.items()), *outputs]
-
-    def _tell_chunks(
-        self, chunks: Chunks, results: list[Sampled], failures: dict[str, str], shares: tuple[float, float]
-    ) -> list[RequestOutput]:
-        """tell() of some of the step's chunks; shares: a token's share of the kernel times."""
-        dequant, linear = shares
-        outputs: list[RequestOutput] = []
+        dequant, linear = self.step_clock.shares(step.num_tokens or 1)
+        outputs = list[RequestOutput]()
         following = iter(results)
         clocks, now = self._clocks, self.step_clock.stopped
         # With a thousand sequences, a call for each of them takes a tenth of a millisecond: most need one here.
-        for chunk in chunks:
+        for chunk in step.chunks:
             sequence, length = chunk.sequence, chunk.length
             request_id = sequence.request_id
             clock = clocks[request_id]
@@ -88,30 +74,7 @@ class OutputBuilder:
                 outputs.append(RequestOutput(request_id, [result.token], None, None, None, cached, None, None, timings))
             else:
                 outputs.append(self.token(sequence, result))
-        return outputs
-
-    def _tell_columns(
-        self, columns: DecodeColumns, results: list[Sampled], shares: tuple[float, float]
-    ) -> list[RequestOutput]:
-        """tell() of sequences that have got tokens before, and want nothing but tokens."""
-        sequences, now = columns.sequences, self.step_clock.stopped
-        dequant, linear = shares
-        clocks = [self._clocks[sequence.request_id] for sequence in sequences]
-        for clock in clocks:
-            clock.dequant_decode += dequant
-            clock.linear_decode += linear
-        outputs = [
-            RequestOutput(
-                own.request_id, [result.token], None, None, None, own.num_cached, None, None, clock.token(now)
-            )
-            for own, result, clock in zip(sequences, results, clocks, strict=True)
-        ]
-        reasons = [sequence.finish_reason for sequence in sequences]
-        if reasons.count(None) < len(reasons):
-            for place, (sequence, reason) in enumerate(zip(sequences, reasons, strict=True)):
-                if reason is not None:
-                    outputs[place] = self.token(sequence, results[place])
-        return outputs
+        return [*(self.error(request_id, reason) for request_id, reason in failures.items()), *outputs]
 
     def error(self, request_id: str, reason: str) -> RequestOutput:
         """The last output of a request that failed."""

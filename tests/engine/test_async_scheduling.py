@@ -111,7 +111,6 @@ def run(engine: Engine, requests: list[Any], aborts: dict[int, str] | None = Non
     return outputs
 
 
-@pytest.mark.usefixtures("in_columns")
 # 30 blocks hold three or so of the requests, so sequences are preempted while their tokens are unread.
 @pytest.mark.parametrize("blocks", [None, 30])
 @pytest.mark.parametrize("stop", [False, True])
@@ -292,7 +291,6 @@ def test_what_fails_to_launch_is_executed(monkeypatch: pytest.MonkeyPatch) -> No
     assert next(steps) > 20
 
 
-@pytest.mark.usefixtures("in_columns")
 @pytest.mark.parametrize("options", [REQUESTS, OPTIONS], ids=["plain", "options"])
 def test_aborted_requests_get_nothing_more_and_the_others_everything(options: list[dict[str, Any]]) -> None:
     rng = random.Random(0)

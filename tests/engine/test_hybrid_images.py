@@ -174,7 +174,7 @@ def test_many_mixed_requests_with_few_blocks(model_type: str) -> None:
             prompts.append(Prompt([common, *shown, text(rng.randrange(9), rng.randint(1, 25))]))
         engine.add(prompts[0].request())
         engine.step()
-        engine.abort([sequence.request_id for sequence in engine._scheduler._running.all])
+        engine.abort([sequence.request_id for sequence in engine._scheduler._running])
         check(model_of(model_type), engine, *prompts)
     assert engine.stats().preemptions > 0
     assert engine.stats().state_snapshot_hits > 0

@@ -175,14 +175,10 @@ def mixed_requests(family: str) -> list[tuple[GenerateRequest, list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "in_columns", "kind"),
-    with_rest(
-        itertools.product(HYBRIDS, (False, True), ("plain", "async")),
-        [("qwen3_5_text", True, "async"), ("lfm2", False, "plain")],
-    ),
-    indirect=["family", "in_columns"],
+    ("family", "kind"),
+    with_rest(itertools.product(HYBRIDS, ("plain", "async")), [("qwen3_5_text", "async"), ("lfm2", "plain")]),
+    indirect=["family"],
 )
-@pytest.mark.usefixtures("in_columns")
 def test_many_mixed_requests_get_the_answers_that_they_get_alone(family: str, kind: str) -> None:
     """With aborts, too few KV blocks for all, more requests than slots, and prefixes that are found at any length.
 

@@ -156,8 +156,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: Step) -> list[Sampled]:
         """Compute a step: one result for each of step.sampled, in order."""
-        # What decodes does not embed.
-        if any(chunk.sequence.embeds for chunk in step.others):
+        if any(chunk.sequence.embeds for chunk in step.chunks):
             return self._execute_with_embeddings(step)
         step.read_drafts()
         logits, sequences = self.forward(step), sampled_sequences(step)
@@ -193,7 +192,7 @@ class ModelRunner:
         """
         workers, drafts = self._workers, bool(step.drafts)
         graphs = self._graphs.verify if drafts else self._graphs.decode
-        if graphs is None or not step.samples_each or any(chunk.sequence.embeds for chunk in step.others):
+        if graphs is None or not step.samples_each or any(chunk.sequence.embeds for chunk in step.chunks):
             return None
         if workers is not None and (drafts or not step.is_raw):
             return None

@@ -1,4 +1,4 @@
-"""Input of a forward pass: a step's chunks in columns, of those that decode and of the others."""
+"""Input of a forward pass: a step's chunks in columns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from server.engine.runtime.image_rows import ImageRows, image_rows
 from server.engine.scheduling.block_tables import BlockTables
-from server.engine.scheduling.columns import Decoding
-from server.engine.scheduling.step import Chunk, Step
+from server.engine.scheduling.step import Step
 
 Copies = Sequence[tuple[int, int]]
 
@@ -46,19 +45,7 @@ class StepInput:
 
 def step_input(step: Step) -> StepInput:
     """The columns that compute a step, all of whose sequences hold a row of the block tables."""
-    decoding = step.decoding
-    if decoding is None:
-        return _input_of(step.chunks)
-    given = _decode_input(decoding)
-    if not step.others:
-        return given
-    others = _input_of(step.others)
-    # The rows of images are those of the whole batch.
-    return _input_of(step.chunks) if others.images is not None else _joined(given, others)
-
-
-def _input_of(chunks: Sequence[Chunk]) -> StepInput:
-    """step_input() of chunks."""
+    chunks = step.chunks
     sequences = [chunk.sequence for chunk in chunks]
     tables = sequences[0].tables
     assert tables is not None
@@ -92,35 +79,3 @@ def _input_of(chunks: Sequence[Chunk]) -> StepInput:
         [(chunk.sequence.row, slot) for chunk in chunks for slot in chunk.saved],
     )
     return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, False, *copies)
-
-
-def _decode_input(decoding: Decoding) -> StepInput:
-    """step_input() of chunks in columns. They are behind their prompts, so no image is in them."""
-    columns = decoding.columns
-    tables = columns.sequences[0].tables
-    assert tables is not None
-    ids, places = decoding.newest(), columns.places
-    return StepInput(
-        tables, columns.rows, decoding.starts, columns.ones, ids, places, columns.adapters, columns.offsets
-    )
-
-
-def _joined(first: StepInput, others: StepInput) -> StepInput:
-    """The columns of two parts of a step; no image is in it, and all chunks of the first one are one token."""
-    count = len(first.rows)
-    offsets = None
-    if first.offsets is not None or others.offsets is not None:
-        own = (np.zeros(len(part.rows), np.int64) if part.offsets is None else part.offsets for part in (first, others))
-        offsets = np.concatenate([*own])
-    return StepInput(
-        first.tables,
-        np.concatenate((first.rows, others.rows)),
-        np.concatenate((first.starts, others.starts)),
-        np.concatenate((first.lengths, others.lengths)),
-        first.ids + others.ids,
-        np.concatenate((first.wanted, others.wanted + count)),
-        [*first.adapters, *others.adapters],
-        offsets,
-        restored=others.restored,
-        saved=others.saved,
-    )

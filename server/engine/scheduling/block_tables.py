@@ -46,12 +46,6 @@ class BlockTables:
         self.blocks[row, had:has] = blocks[had:]
         self.counts[row] = has
 
-    def append(self, rows: npt.NDArray[np.int64], blocks: list[int]) -> None:
-        """Write a block behind those of each row's holder, which has just got it."""
-        self.changes += 1
-        self.blocks[rows, self.counts[rows]] = blocks
-        self.counts[rows] += 1
-
     def copy(self, row: int, holder: int, first: int, blocks: npt.NDArray[np.int32]) -> None:
         """Write what a row of other tables has from its block `first` on; holder: how many have held it there."""
         end = first + len(blocks)

@@ -6,13 +6,11 @@ from collections import abc, deque
 
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.columns import Decoding
 from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.prefix_cache import PrefixCache
-from server.engine.scheduling.running import RunningSequences
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.engine.scheduling.snapshots import NO_SLOT, Snapshots
-from server.engine.scheduling.step import Chunk, Chunks, Drafts, Step
+from server.engine.scheduling.step import Chunk, Drafts, Step
 from server.types import FinishReason
 
 
@@ -55,23 +53,20 @@ class Scheduler:
         self.prefix_cache = PrefixCache(blocks, prefix_caching, snapshots)
         self.pace = pace
         self._backups = backups
-        self._waiting, self._running = deque[Sequence](), RunningSequences()
+        self._waiting, self._running = deque[Sequence](), list[Sequence]()
+        """The running ones oldest first."""
+        self.num_preemptions = 0
         self._by_id: dict[str, Sequence] = {}
 
     @property
     def has_work(self) -> bool:
         """Whether schedule() would return chunks."""
-        return bool(self._waiting or self._running.all)
+        return bool(self._waiting or self._running)
 
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks."""
         return len(self._running)
-
-    @property
-    def num_preemptions(self) -> int:
-        """Number of preemptions."""
-        return self._running.num_preemptions
 
     @property
     def num_waiting(self) -> int:
@@ -138,14 +133,13 @@ class Scheduler:
 
         Each token that the step samples is a PLACEHOLDER until then.
         """
-        decoding = self._running.still_running(step.decoding)
-        if decoding is not None:
-            decoding.advance()
-        for chunk in step.chunks if decoding is None else step.others:
-            if chunk.sequence.phase is Phase.RUNNING:
-                chunk.sequence.num_computed = chunk.start + chunk.length
+        running = Phase.RUNNING
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if sequence.phase is running:
+                sequence.num_computed = chunk.start + chunk.length
                 if chunk.samples:
-                    chunk.sequence.tokens.append(PLACEHOLDER)
+                    sequence.tokens.append(PLACEHOLDER)
 
     def resolve(self, step: Step, tokens: list[int]) -> None:
         """Put the tokens of a step that advance() was called for in the places of its placeholders.
@@ -155,27 +149,9 @@ class Scheduler:
         """
         if step.num_sampled != len(tokens):
             raise ValueError(f"{len(tokens)} tokens for a step that samples {step.num_sampled}")
-        decoding = step.decoding
-        if decoding is None or not self._running.is_whole(decoding):
-            self._resolve_chunks(step.chunks, tokens)
-        else:
-            self._resolve_columns(decoding, tokens[: len(decoding)])
-            self._resolve_chunks(step.others, tokens[len(decoding) :])
-
-    def _resolve_columns(self, decoding: Decoding, tokens: list[int]) -> None:
-        sequences = decoding.columns.sequences
-        noted = decoding.resolve(tokens)
-        filled = decoding.filled(self._blocks.block_size) if self.prefix_cache.enabled else ()
-        for place in sorted(noted.union(filled)):
-            sequence = sequences[place]
-            if place in noted:
-                sequence.resolve(tokens[place])
-            self._settle(sequence)
-
-    def _resolve_chunks(self, chunks: Chunks, tokens: list[int]) -> None:
         finished, block_size, naming = Phase.FINISHED, self._blocks.block_size, self.prefix_cache.enabled
         following = iter(tokens)
-        for chunk in chunks:
+        for chunk in step.chunks:
             sequence = chunk.sequence
             if chunk.samples:
                 token = next(following)
@@ -207,7 +183,9 @@ class Scheduler:
 
     def alive(self, step: Step) -> Step:
         """A step without the sequences that have ended since it was scheduled."""
-        return self._running.alive(step)
+        finished = Phase.FINISHED
+        chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is not finished]
+        return step if len(chunks) == len(step.chunks) else Step(chunks)
 
     def finish(self, request_id: str, reason: FinishReason) -> Sequence | None:
         """End a sequence now, whatever its phase, and free its blocks; None when the id is unknown."""
@@ -222,11 +200,10 @@ class Scheduler:
 
     def _add_decoding(self, step: Step) -> list[Sequence]:
         """Add the sequences that have one token to compute, with the block that it needs; gives those that have more."""
-        decoding, beside = self._running.decoding(self._blocks, self._tables)
-        prefilling, chunks = list[Sequence](), list[Chunk]()
+        prefilling = list[Sequence]()
         running, block_size = Phase.RUNNING, self._blocks.block_size
         # Making room for one may preempt others. There is no call for most of a thousand sequences.
-        for sequence in [*beside]:
+        for sequence in [*self._running]:
             tokens, computed = sequence.tokens, sequence.num_computed
             count = len(tokens)
             if count > computed + 1:
@@ -238,8 +215,7 @@ class Scheduler:
                 and (tokens[-1] != PLACEHOLDER or count < sequence.max_length)
                 and (count <= len(sequence.blocks) * block_size or self._make_room(sequence, step))
             ):
-                chunks.append(Chunk(sequence, computed, 1, True))
-        step.start_with(decoding, chunks)
+                step.chunks.append(Chunk(sequence, computed, 1, True))
         return prefilling
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -248,7 +224,7 @@ class Scheduler:
         found = self.prefix_cache.find(sequence)
         needed = self._blocks.missing(found, len(sequence.tokens)) + self._blocks.num_unheld(found)
         # Each running sequence keeps a spare block, or the admission would at once cause a preemption.
-        if needed > self._blocks.num_free - len(self._running) and self._running.all:
+        if needed > self._blocks.num_free - len(self._running) and self._running:
             return False
         self._blocks.share(found)
         self.prefix_cache.begin(sequence, found)
@@ -257,13 +233,13 @@ class Scheduler:
         if self._backups:
             sequence.backup = self._backups[sequence.row]
         sequence.phase = Phase.RUNNING
-        self._running.add(sequence)
+        self._running.append(sequence)
         return True
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Take the block that the sequence's next token needs; False when the sequence itself had to be preempted."""
         while self._blocks.missing(sequence.blocks, len(sequence.tokens)) > self._blocks.num_free:
-            newest = self._running.all[-1]
+            newest = self._running[-1]
             self._preempt(newest)
             step.preempted.append(newest)
             if newest is sequence:
@@ -277,7 +253,8 @@ class Scheduler:
         self._tables.extend(sequence.row, sequence.blocks)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence, preempted=True)
+        self._running.remove(sequence)
+        self.num_preemptions += 1
         self._release(sequence)
         sequence.num_computed = sequence.num_named = 0
         sequence.phase = Phase.WAITING

@@ -31,7 +31,6 @@ class SamplingNeeds(enum.IntFlag):
     """Its last hidden state in the place of a token."""
     ADJUSTED_LOGITS = PENALTIES | BIAS | MIN_TOKENS | GRAMMAR
     """The logits are changed before a token is chosen."""
-    MORE_THAN_A_TOKEN = LOGPROBS | EMBEDDING
 
     @classmethod
     def of(cls, sampling: SamplingParams, can_stop: bool) -> SamplingNeeds:

@@ -8,8 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from server.engine.scheduling.columns import Decoding
-from server.engine.scheduling.sequence import Phase, SamplingNeeds, Sequence
+from server.engine.scheduling.sequence import Phase, Sequence
 
 MAX_SCORED = 256
 """Prompt tokens in one step whose logits are kept: each is a row as wide as the vocabulary."""
@@ -62,9 +61,6 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         return 1 + len(self.draft_tokens) if self.samples else 0
 
 
-Chunks = abc.Sequence[Chunk]
-
-
 Drafts = Mapping[str, abc.Sequence[int]]
 """Draft tokens by request id."""
 
@@ -80,15 +76,8 @@ class UnreadDrafts(Protocol):
 class Step:
     """Work of one forward pass: chunks of different sequences, those of one token first."""
 
-    def __init__(
-        self,
-        chunks: Iterable[Chunk] = (),
-        decoding: Decoding | None = None,
-    ) -> None:
-        """decoding: chunks in front of the others, in columns."""
-        self._decoding = decoding
-        self._others = list(chunks)
-        self._chunks: list[Chunk] | None = None
+    def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
+        self.chunks = list(chunks)
         self.preempted: list[Sequence] = []
         self.admitted: list[Sequence] = []
         """Sequences that were waiting before this step."""
@@ -97,60 +86,28 @@ class Step:
         self.ahead = False
         """Whether it was launched while the step in front of it still ran."""
 
-    @property
-    def decoding(self) -> Decoding | None:
-        """The first chunks in columns, where the step was scheduled so: what can use these need not look at each chunk."""
-        return self._decoding
-
-    @property
-    def others(self) -> Chunks:
-        """The chunks that are not in columns."""
-        return self._others
-
-    @property
-    def chunks(self) -> Chunks:
-        """All chunks; those in columns are made when they are first asked for."""
-        if self._decoding is None:
-            return self._others
-        if self._chunks is None:
-            columns, starts = self._decoding.columns, self._decoding.starts.tolist()
-            own = [Chunk(sequence, start, 1, True) for sequence, start in zip(columns.sequences, starts, strict=True)]
-            self._chunks = own + self._others
-        return self._chunks
-
-    @chunks.setter
-    def chunks(self, chunks: Iterable[Chunk]) -> None:
-        self._others, self._decoding, self._chunks = list(chunks), None, None
-
-    def start_with(self, decoding: Decoding | None, chunks: list[Chunk]) -> None:
-        """Replace all chunks by those in columns, if any, and chunks behind them."""
-        self._decoding, self._others, self._chunks = decoding, chunks, None
-
     def add_prefill(self, sequence: Sequence, budget: int) -> int:
         """Put a chunk of a sequence's pending tokens behind the others; how many, 0 where it has to wait."""
         length = min(sequence.num_pending, budget)
         if sequence.sampling.prompt_logprobs is not None:
-            length = min(length, max(1, MAX_SCORED - sum(len(chunk.scored) for chunk in self._others)))
+            length = min(length, max(1, MAX_SCORED - sum(len(chunk.scored) for chunk in self.chunks)))
         if sequence.images is not None:
-            alone = all(chunk.length == 1 for chunk in self._others)
+            alone = all(chunk.length == 1 for chunk in self.chunks)
             length = sequence.images.chunk_length(sequence.num_computed, length, alone)
             if length == 0:
                 return 0
         chunk = Chunk(sequence, sequence.num_computed, length, length == sequence.num_pending)
-        self._others.append(chunk)
-        self._chunks = None
+        self.chunks.append(chunk)
         return length
 
     def copy_states(self, restored: int, saved: abc.Sequence[int]) -> None:
         """Let the chunk that was added last begin with the snapshot in a slot, -1: none, and leave one in other slots."""
         if restored >= 0 or saved:
-            self._others[-1] = msgspec.structs.replace(self._others[-1], restored=restored, saved=saved)
-            self._chunks = None
+            self.chunks[-1] = msgspec.structs.replace(self.chunks[-1], restored=restored, saved=saved)
 
     def put_single_first(self) -> None:
         """Put the chunks of one token in front of the others."""
-        self._others.sort(key=lambda chunk: chunk.length > 1)
-        self._chunks = None
+        self.chunks.sort(key=lambda chunk: chunk.length > 1)
 
     def leave_out_ended(self) -> None:
         """Leave out the chunks whose sequences do not run any more."""
@@ -161,51 +118,42 @@ class Step:
     @property
     def size(self) -> int:
         """Number of sequences that take part."""
-        return self._num_decoding + len(self._others)
+        return len(self.chunks)
 
     @property
     def sequences(self) -> list[Sequence]:
         """Those that take part, in the order of their chunks."""
-        others = [chunk.sequence for chunk in self._others]
-        return others if self._decoding is None else self._decoding.columns.sequences + others
+        return [chunk.sequence for chunk in self.chunks]
 
     @property
     def sampled_sequences(self) -> list[Sequence]:
         """Those that get a token, in order."""
-        others = [chunk.sequence for chunk in self._others if chunk.samples]
-        return others if self._decoding is None else self._decoding.columns.sequences + others
+        return [chunk.sequence for chunk in self.chunks if chunk.samples]
 
     @property
     def is_decode(self) -> bool:
         """Whether each chunk is_decode."""
-        return all(chunk.is_decode for chunk in self._others)
+        return all(chunk.is_decode for chunk in self.chunks)
 
     @property
     def samples_each(self) -> bool:
         """Whether a token is sampled behind each token of each chunk."""
-        return all(chunk.length == chunk.num_sampled for chunk in self._others)
+        return all(chunk.length == chunk.num_sampled for chunk in self.chunks)
 
     @property
     def is_raw(self) -> bool:
         """Whether each Sequence.is_raw."""
-        decodes_raw = self._decoding is None or self._decoding.is_raw
-        return decodes_raw and all(chunk.sequence.is_raw for chunk in self._others)
+        return all(chunk.sequence.is_raw for chunk in self.chunks)
 
     @property
     def is_constrained(self) -> bool:
         """Whether a grammar bounds any of its sequences."""
-        traits = None if self._decoding is None else self._decoding.columns.traits
-        own = traits is not None and bool(traits.needs & SamplingNeeds.GRAMMAR)
-        return own or any(chunk.sequence.constraint is not None for chunk in self._others)
-
-    @property
-    def _num_decoding(self) -> int:
-        return 0 if self._decoding is None else len(self._decoding)
+        return any(chunk.sequence.constraint is not None for chunk in self.chunks)
 
     @property
     def drafts(self) -> Drafts:
         """The draft tokens of the chunks that have some."""
-        return {chunk.sequence.request_id: chunk.draft_tokens for chunk in self._others if chunk.draft_tokens}
+        return {chunk.sequence.request_id: chunk.draft_tokens for chunk in self.chunks if chunk.draft_tokens}
 
     def schedule_drafts(self, drafts: Drafts) -> None:
         """Give these draft tokens, and no others, to the chunks of a step in which each is one token and samples."""
@@ -228,19 +176,19 @@ class Step:
     @property
     def num_tokens(self) -> int:
         """Tokens in the forward pass."""
-        return self._num_decoding + sum([chunk.length for chunk in self._others])
+        return sum([chunk.length for chunk in self.chunks])
 
     @property
     def num_sampled(self) -> int:
         """Chunks that yield a token."""
-        return self._num_decoding + sum([chunk.samples for chunk in self._others])
+        return sum([chunk.samples for chunk in self.chunks])
 
     @property
     def prefill_tokens(self) -> int:
         """Tokens of chunks that do not decode."""
         # What Chunk.is_decode says, without a call for each of a thousand chunks.
-        others = self._others
-        return sum([c.length for c in others if c.start < c.sequence.num_prompt or c.length != 1 + len(c.draft_tokens)])
+        own = self.chunks
+        return sum([c.length for c in own if c.start < c.sequence.num_prompt or c.length != 1 + len(c.draft_tokens)])
 
     @property
     def sampled(self) -> list[Chunk]:

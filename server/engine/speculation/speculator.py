@@ -106,7 +106,7 @@ class Speculator:
 
     def note_accepted(self, step: Step) -> None:
         """Count the draft tokens of a step that has been accounted for; where a sequence got nothing, none counts."""
-        for chunk in step.others:
+        for chunk in step.chunks:
             if chunk.draft_tokens and not chunk.sequence.has_placeholder:
                 self.count(chunk.sequence, len(chunk.draft_tokens), chunk.num_added - 1)
 

@@ -78,7 +78,6 @@ def test_a_prefix_is_shared_while_its_first_owner_still_runs() -> None:
     assert engine.stats().kv_blocks_used == used + 1
 
 
-@pytest.mark.usefixtures("in_columns")
 @pytest.mark.parametrize(
     ("blocks", "temperature"), with_rest([(None, 0.0), (None, 1.0), (26, 0.0), (26, 1.0)], [(None, 0.0), (26, 1.0)])
 )
@@ -162,7 +161,6 @@ def test_keys_depend_on_salt_and_on_all_tokens_before() -> None:
 events = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 30), st.integers(1, 9)), max_size=50)
 
 
-@pytest.mark.usefixtures("in_columns")
 @settings(max_examples=200, deadline=None)
 @given(events, st.integers(10, 20), st.integers(1, 5), st.integers(1, 30), st.booleans())
 def test_invariants_under_any_history(

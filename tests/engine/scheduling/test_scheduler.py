@@ -16,8 +16,6 @@ from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.engine.scheduling.step import Step
 from tests.engine.factories import SchedulerDriver, make_sequence
 
-pytestmark = pytest.mark.usefixtures("in_columns")
-
 
 def make_scheduler(
     num_blocks: int = 64, block_size: int = 4, seqs: int = 8, budget: int = 32, length: int = 64

@@ -138,7 +138,7 @@ def test_a_step_with_draft_tokens_may_begin_with_a_snapshot(monkeypatch: pytest.
             for token in output.new_token_ids
             if output.request_id == again.request_id
         ]
-    engine._scheduler._preempt(engine._scheduler._running.all[0])
+    engine._scheduler._preempt(engine._scheduler._running[0])
     # The sequence gets the other one's row, whose state is the other one's.
     engine.abort([other.request_id])
     monkeypatch.setattr(speculator, "plan", lambda _: {again.request_id: expected[18:21]})
