@@ -28,17 +28,23 @@ def _library_of(device_type: str) -> ModuleType:
     return cpu_moe if device_type == "cpu" and backend("cpu") is cpu else moe_torch
 
 
-def _check(x: Tensor, weight: Weight, experts: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Weight, experts: Tensor, bias: Tensor | None, routing: Tensor | None = None) -> None:
     """ValueError, by name, for what does not fit together."""
     count, n, k = check_experts(weight)
-    if experts.dim() != 2 or experts.dtype != torch.int32:
+    if experts.dim() != 2:
         raise ValueError(f"experts must be int32 [tokens, top_k], got {experts.dtype} {list(experts.shape)}")
     if list(x.shape[:-1]) not in ([experts.shape[0]], list(experts.shape)) or x.shape[-1] != k:
         raise ValueError(
             f"x must be [tokens, {k}] or [tokens, top_k, {k}], got {list(x.shape)} for {list(experts.shape)}"
         )
-    if bias is not None and (bias.shape != (count, n) or bias.dtype != x.dtype):
-        raise ValueError(f"bias must be {x.dtype} {[count, n]}, got {bias.dtype} {list(bias.shape)}")
+    for name, tensor, dtype, shape in (
+        ("experts", experts, torch.int32, experts.shape),
+        ("bias", bias, x.dtype, (count, n)),
+        ("routing_weights", routing, torch.float32, experts.shape),
+    ):
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or tensor.device != x.device):
+            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{name} must be {dtype} {list(shape)} on {x.device}, got {found}")
 
 
 def moe_linear(
@@ -50,12 +56,7 @@ def moe_linear(
     follows_gated: bool = False,
 ) -> Tensor:
     """See reference.moe_linear(); ValueError names what does not fit."""
-    _check(x, weight, experts, bias)
-    if routing_weights is not None and (
-        routing_weights.shape != experts.shape or routing_weights.dtype != torch.float32
-    ):
-        given = f"{routing_weights.dtype} {list(routing_weights.shape)}"
-        raise ValueError(f"routing_weights must be float32 {list(experts.shape)}, got {given}")
+    _check(x, weight, experts, bias, routing_weights)
     if cuda_moe.takes(x, weight.shape, weight.blocksize, experts.shape[1], gated=False):
         out: Tensor = cuda_moe.run(x, weight, experts, bias, routing_weights, None, follows_gated=follows_gated)
     else:

@@ -63,7 +63,7 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
         count *= size
     device = weight.packed.device
     with torch.cuda.device(device):
-        struct = _struct(weight, *(weight.matrix if weight.group_skip else (1, count)))
+        struct = struct_of(weight, *(weight.matrix if weight.group_skip else (1, count)))
         out = torch.empty(tuple(weight.shape), dtype=dtype, device=device)
         dequantize_into(out, struct, 0, count)
     return out
@@ -97,7 +97,7 @@ def fused_linear(
     _check_like(x, "residual", residual, (*x.shape[:-1], n))
     _check_like(x, "norm_weight", norm_weight, (k,))
     with torch.cuda.device(x.device):
-        struct = _struct(weight, n, k)
+        struct = struct_of(weight, n, k)
         tokens = x.reshape(-1, k)
         fusion = Fusion(bias, None if residual is None else residual.reshape(-1, n), norm_weight, norm_eps)
         out = torch.empty((tokens.shape[0], n), dtype=x.dtype, device=x.device)
@@ -125,7 +125,7 @@ def tiled_linear(
     _check_like(tiles, "bias", bias, (n,))
     _check_like(tiles, "residual", residual, (tokens, n))
     with torch.cuda.device(tiles.device):
-        struct = _struct(weight, n, k)
+        struct = struct_of(weight, n, k)
         out = torch.empty((tokens, n), dtype=tiles.dtype, device=tiles.device)
         fusion = Fusion(bias, residual, None, 0.0)
         if tokens and n and not gemm_tiled(out, tiles, struct, fusion):
@@ -154,7 +154,7 @@ def gated_linear(
     _check_like(x, "bias", bias, (n,))
     _check_like(x, "norm_weight", norm_weight, (k,))
     with torch.cuda.device(x.device):
-        struct = _struct(weight, n, k)
+        struct = struct_of(weight, n, k)
         tokens = x.reshape(-1, k)
         m, columns = tokens.shape[0], n // 2
         out = x.new_empty(tiles_shape(m, columns, tile) if tile else (m, columns))
@@ -233,7 +233,7 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     return int(shape[0]), int(shape[1])
 
 
-def _struct(weight: Weight, n: int, k: int) -> Nf4Weight:
+def struct_of(weight: Weight, n: int, k: int) -> Nf4Weight:
     """The C interface's view of a weight's tensors, as n rows of k. ValueError names what does not fit."""
     if weight.table != "nf4":
         raise ValueError(f"the CUDA kernels take NF4 alone, got {weight.table}")

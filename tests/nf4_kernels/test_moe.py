@@ -168,11 +168,13 @@ def test_no_tokens_give_no_results() -> None:
 def test_what_does_not_fit_is_refused_by_name() -> None:
     e = random_experts(4, 32, 64, 64, False, torch.float32)
     ids, x = torch.zeros(2, 2, dtype=torch.int32), torch.randn(2, 64)
-    with pytest.raises(ValueError, match="experts must be int32"):
+    with pytest.raises(ValueError, match=r"experts must be torch\.int32"):
         call(e, x, ids.long())
+    with pytest.raises(ValueError, match=r"on cpu, got torch\.int32"):
+        call(e, x, ids.to("meta"))
     with pytest.raises(ValueError, match="x must be"):
         call(e, torch.randn(3, 64), ids)
-    with pytest.raises(ValueError, match="routing_weights must be float32"):
+    with pytest.raises(ValueError, match=r"routing_weights must be torch\.float32"):
         call(e, x, ids, torch.rand(2, 1))
     with pytest.raises(ValueError, match=r"bias must be torch.float32 \[4, 32\]"):
         call(Experts(e.weight, e.exact, torch.zeros(32)), x, ids)
