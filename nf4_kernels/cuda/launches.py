@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nf4_kernels.cuda.clocks import clock_words
 from nf4_kernels.cuda.device import arch, index_of
-from nf4_kernels.cuda.library import Linear, MmaPlan, Next, RowsPlan, WgmmaPlan, raise_for, usable
+from nf4_kernels.cuda.library import Linear, Next, launch, raise_for, usable
 from nf4_kernels.cuda.weight_order import next_weight
 from nf4_kernels.cuda.workspace import workspace_on
 from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
@@ -187,7 +187,7 @@ def _launch(
     choice: Rows | Wgmma | Mma,
     workspace: tuple[Tensor, Tensor] | None,
 ) -> None:
-    loaded, device = usable(), out.device
+    device = out.device
     capturing = torch.cuda.is_current_stream_capturing()
     scratch, counters = workspace or (None, None)
     if isinstance(choice, Wgmma | Mma):
@@ -220,17 +220,8 @@ def _launch(
         activation=0 if gate is None else ACTIVATIONS[gate.activation],
         out_tile=0 if gate is None else gate.tile,
     )
-    fields = dataclasses.asdict(choice)
-    if isinstance(choice, Wgmma):
-        launch = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
-        status = launch(linear, WgmmaPlan(**fields))
-    elif isinstance(choice, Mma):
-        # Its time counts as linear_rows'; its decoding is not timed.
-        status = loaded.nf4_cuda_linear_mma(linear, MmaPlan(**fields))
-    else:
-        launch = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
-        status = launch(linear, RowsPlan(**fields))
-    raise_for(loaded, status, str(choice))
+    # A Mma's time counts as linear_rows'; its decoding is not timed.
+    launch(choice, linear, timed and not isinstance(choice, Mma))
 
 
 def _next(device: torch.device, m: int, packed: int) -> Next:

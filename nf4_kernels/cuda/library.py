@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 
 import torch
@@ -11,6 +12,9 @@ from nf4_kernels.cuda.device_clock import Clocks
 from nf4_kernels.gated_delta_params import Nf4GatedDelta
 from nf4_kernels.library_files import cuda_library
 from nf4_kernels.params import Nf4Weight, size_error
+from nf4_kernels.plan import Mma, Rows, Wgmma
+from nf4_kernels.plan.moe import MoeWarps, MoeWgmma
+from nf4_kernels.plan.moe_rows import MoeRows
 
 
 class Next(ctypes.Structure):
@@ -47,27 +51,6 @@ class Linear(ctypes.Structure):
         ("activation", ctypes.c_int32),
         ("out_tile", ctypes.c_int32),
     )
-
-
-class RowsPlan(ctypes.Structure):
-    """RowsPlan of params.h."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in ("warps", "blocks", "tiles", "stages", "cluster", "passes", "part_blocks", "chunk", "grid")
-    )
-
-
-class WgmmaPlan(ctypes.Structure):
-    """WgmmaPlan of params.h."""
-
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid", "first_split_steps"))
-
-
-class MmaPlan(ctypes.Structure):
-    """MmaPlan of params.h."""
-
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "warps", "grid"))
 
 
 class AllReduce(ctypes.Structure):
@@ -119,45 +102,32 @@ class Moe(ctypes.Structure):
     )
 
 
-class MoeRowsPlan(ctypes.Structure):
-    """MoeRowsPlan of params.h."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in (
-            *("warps", "teams", "blocks", "tiles", "stages", "parts", "part_blocks"),
-            *("grid", "held_groups", "sorted", "adds"),
-        )
+Launched = Rows | Wgmma | Mma | MoeRows | MoeWarps | MoeWgmma
+"""Choices that are launches of this library."""
+_FUNCTIONS: dict[type[Launched], str] = {
+    **{Rows: "nf4_cuda_linear_rows", Wgmma: "nf4_cuda_linear_wgmma", Mma: "nf4_cuda_linear_mma"},
+    **{MoeRows: "nf4_cuda_moe_rows", MoeWarps: "nf4_cuda_moe_warps", MoeWgmma: "nf4_cuda_moe_wgmma"},
+}
+_PLANS = {
+    plan: type(
+        f"{plan.__name__}Plan",
+        (ctypes.Structure,),
+        {"_fields_": tuple((field.name, ctypes.c_int32) for field in dataclasses.fields(plan))},
     )
-
-
-class MoeWarpsPlan(ctypes.Structure):
-    """MoeWarpsPlan of params.h."""
-
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("warps", "row_tiles", "grid", "held_groups", "adds"))
-
-
-class MoeWgmmaPlan(ctypes.Structure):
-    """MoeWgmmaPlan of params.h."""
-
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid", "tiled"))
-
+    for plan in _FUNCTIONS
+}
+"""Structs of params.h whose fields are a plan's, in its order."""
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Nf4Weight": Nf4Weight,
     "Nf4Next": Next,
     "Nf4Linear": Linear,
     "Nf4Clocks": Clocks,
-    "RowsPlan": RowsPlan,
-    "WgmmaPlan": WgmmaPlan,
-    "MmaPlan": MmaPlan,
     "Nf4AllReduce": AllReduce,
     "Nf4DecodeAttention": DecodeAttention,
     "Nf4Moe": Moe,
-    "MoeRowsPlan": MoeRowsPlan,
-    "MoeWarpsPlan": MoeWarpsPlan,
-    "MoeWgmmaPlan": MoeWgmmaPlan,
     "Nf4GatedDelta": Nf4GatedDelta,
+    **{struct.__name__: struct for struct in _PLANS.values()},
 }
 """Mirrors of the structs of params.h and gated_delta.h."""
 
@@ -213,13 +183,11 @@ def _declare(loaded: ctypes.CDLL) -> None:
     loaded.nf4_cuda_clock_end.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     loaded.nf4_cuda_clock_completion.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
     loaded.nf4_cuda_clock_collect.argtypes = (ctypes.POINTER(Clocks), ctypes.c_void_p, ctypes.c_void_p)
-    for end in ("", "_timed"):
-        getattr(loaded, f"nf4_cuda_linear_wgmma{end}").argtypes = (
-            ctypes.POINTER(Linear),
-            ctypes.POINTER(WgmmaPlan),
-        )
-        getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
-    loaded.nf4_cuda_linear_mma.argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(MmaPlan))
+    for plan, name in _FUNCTIONS.items():
+        arguments = Linear if plan in (Rows, Wgmma, Mma) else Moe
+        for end in ("", "_timed") if plan in (Rows, Wgmma) else ("",):
+            function = getattr(loaded, name + end)
+            function.argtypes = (ctypes.POINTER(arguments), ctypes.POINTER(_PLANS[plan]))
     loaded.nf4_cuda_route.argtypes = (
         *(ctypes.c_void_p,) * 3,
         ctypes.c_int64,
@@ -233,9 +201,6 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ctypes.c_void_p,
     )
     loaded.nf4_cuda_gated_delta.argtypes = (ctypes.POINTER(Nf4GatedDelta),)
-    loaded.nf4_cuda_moe_rows.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeRowsPlan))
-    loaded.nf4_cuda_moe_warps.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWarpsPlan))
-    loaded.nf4_cuda_moe_wgmma.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWgmmaPlan))
 
 
 @functools.cache
@@ -261,3 +226,11 @@ def raise_for(loaded: ctypes.CDLL, status: int, what: str) -> None:
     """KernelError for a status that is not cudaSuccess."""
     if status:
         raise KernelError(f"{what}: {loaded.nf4_cuda_error(status).decode()} (CUDA error {status})")
+
+
+def launch(choice: Launched, arguments: Linear | Moe, timed: bool = False) -> None:
+    """Launch what was chosen. timed: the instance that times its decoding, of Rows and Wgmma. Raises KernelError."""
+    loaded = usable()
+    function = getattr(loaded, _FUNCTIONS[type(choice)] + ("_timed" if timed else ""))
+    status = function(arguments, _PLANS[type(choice)](*dataclasses.astuple(choice)))
+    raise_for(loaded, status, str(choice))

@@ -6,7 +6,6 @@ graphs; workspaces are tensors whose size follows from shapes. takes() says what
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -18,10 +17,10 @@ from nf4_kernels.cuda import BLOCKSIZES, struct_of
 from nf4_kernels.cuda.device import arch
 from nf4_kernels.cuda.grouped import can_group, grouped_linear
 from nf4_kernels.cuda.launches import aligned
-from nf4_kernels.cuda.library import Moe, MoeRowsPlan, MoeWarpsPlan, MoeWgmmaPlan, load_error, raise_for, usable
+from nf4_kernels.cuda.library import Moe, launch, load_error
 from nf4_kernels.format import Weight
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
-from nf4_kernels.plan.moe import MoeGrouped, MoePlan, MoeWarps, plan_moe
+from nf4_kernels.plan.moe import MoeGrouped, MoePlan, MoeWarps, MoeWgmma, plan_moe
 from nf4_kernels.plan.moe_rows import MoeRows
 
 
@@ -103,7 +102,7 @@ def _grouped(
 
 
 def _launch(
-    choice: MoePlan,
+    choice: MoeRows | MoeWarps | MoeWgmma,
     out: Tensor,
     x: Tensor,
     weight: Nf4Weight,
@@ -136,14 +135,7 @@ def _launch(
             follows_gated=follows_gated,
             stream=torch.cuda.current_stream(x.device).cuda_stream,
         )
-        loaded = usable()
-        if isinstance(choice, MoeRows):
-            status = loaded.nf4_cuda_moe_rows(moe, MoeRowsPlan(**dataclasses.asdict(choice)))
-        elif isinstance(choice, MoeWarps):
-            status = loaded.nf4_cuda_moe_warps(moe, MoeWarpsPlan(**dataclasses.asdict(choice)))
-        else:
-            status = loaded.nf4_cuda_moe_wgmma(moe, MoeWgmmaPlan(**dataclasses.asdict(choice)))
-        raise_for(loaded, status, str(choice))
+        launch(choice, moe)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -32,6 +32,15 @@ def test_every_struct_of_the_headers_is_mirrored_in_its_size() -> None:
     assert library.nf4_cpu_struct_size(b"Nf4Nothing") == 0
 
 
+def test_plans_have_the_fields_of_the_header_in_its_order() -> None:
+    header = (build.SOURCES / "params.h").read_text()
+    plans = dict(re.findall(r"typedef struct {([^}]*)} (\w+Plan);", header))
+    assert len(plans) == 6
+    for fields, name in plans.items():
+        mirrored = [field[0] for field in cuda_library.STRUCTS[name]._fields_]
+        assert re.findall(r"^  int32_t (\w+);", fields, re.MULTILINE) == mirrored
+
+
 def test_a_cpu_library_of_another_size_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "Nf4Weight", LongerWeight)
     said = cpu.library.__wrapped__()
