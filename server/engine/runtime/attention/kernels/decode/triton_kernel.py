@@ -87,7 +87,7 @@ def attend_newest(
     instance = _instance(cache, heads, counted, tables, options, rotary, tile, sinks, shared)
     if out is None:
         out = query.new_empty(result_shape(tokens, heads, instance.cache.dim, tile))
-    _attend[(items, groups)](
+    _attend_newest[(items, groups)](
         cache.data,
         query,
         key,
@@ -146,7 +146,7 @@ def _instance(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+def _attend_newest(  # type: ignore[no-untyped-def]
     cache,
     query,
     key,
