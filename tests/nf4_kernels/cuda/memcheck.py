@@ -21,9 +21,10 @@ from nf4_kernels import Weight, cuda, reference
 from nf4_kernels.cuda import launches
 from nf4_kernels.cuda import moe as cuda_moe
 from nf4_kernels.cuda.routing import route, route_linear
-from nf4_kernels.plan import MMA_COSTS, NORM_K, WGMMA_INSTANCES, Dequantize, Mma, Plan, rows_candidates
+from nf4_kernels.plan import MMA_COSTS, NORM_K, WGMMA_INSTANCES, WHOLE_INSTANCES, Dequantize, Mma, Plan, rows_candidates
 from nf4_kernels.plan.moe import moe_candidates
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, random_weight, split
+from tests.nf4_kernels.cuda.test_linear_mma import row_warps_of, whole
 from tests.nf4_kernels.cuda.test_moe_cuda import device, random_choices, random_experts
 from tests.nf4_kernels.shards import along_k
 
@@ -137,10 +138,24 @@ def run_mma() -> int:
     return count
 
 
+def run_whole() -> int:
+    """Every instance of linear_mma's whole tiles: warps that share k or none, several tiles of a thread block."""
+    count = 0
+    for tokens in WHOLE_INSTANCES:
+        for row_warps in row_warps_of(tokens):
+            for n, k, m in ((208, 448, 2 * tokens + 1), (520, 2112, tokens), (63, 64, tokens - 1)):
+                choice = whole(tokens, row_warps, m, n, multiprocessors=3)
+                for nested in (False, True):
+                    weight = random_weight(n, k, 64, nested).weight
+                    count += with_plan(choice, *fused_calls(weight, m, True))
+    return count
+
+
 def run_experts() -> int:
     """Every launch for experts."""
     count = 0
-    for experts, n, k, top_k in ((5, 96, 256, 2), (24, 202, 2048, 4), (30, 128, 768, 8), (3, 96, 4096, 3)):
+    shapes = ((5, 96, 256, 2), (6, 208, 704, 3), (24, 202, 2048, 4), (30, 128, 768, 8), (3, 96, 4096, 3))
+    for experts, n, k, top_k in shapes:
         for nested, gated, tokens in ((True, True, 1), (True, False, 9), (False, True, 33), (False, False, 150)):
             weight = random_experts(experts, n, k, nested=nested)
             arch, processors = device()
@@ -186,6 +201,7 @@ SECTIONS = {
     "rows": run_rows,
     "wgmma": run_wgmma,
     "mma": run_mma,
+    "whole": run_whole,
     "experts": run_experts,
     "routers": run_routers,
     "clock": run_clock,
