@@ -72,6 +72,13 @@ def moe_stages(warps: int, teams: int, blocks: int, tiles: int, nested: bool, sh
     return max(0, min(7, 65536 // (teams * unit_blocks * 128), (shared - fixed) // stage)), stage
 
 
+def moe_rows_instances(arch: int) -> tuple[tuple[int, int, int, int], ...]:
+    """The instances that are compiled for a GPU; on Hopper others are faster for large groups and for short rows."""
+    if shared_bytes(arch) == _SMALL_SHARED_BYTES:
+        return MOE_SMALL_INSTANCES
+    return tuple(one for one in MOE_INSTANCES if arch != 90 or (one[1] <= 2 and one[3] == 1))
+
+
 def moe_rows_candidates(
     choices: int, experts: int, k: int, arch: int, multiprocessors: int, nested: bool, gated: bool, routed: bool
 ) -> list[MoeRows]:
@@ -81,7 +88,7 @@ def moe_rows_candidates(
     has moe_wgmma.
     """
     k_blocks, shared = k // 64, shared_bytes(arch)
-    instances = MOE_SMALL_INSTANCES if shared == _SMALL_SHARED_BYTES else MOE_INSTANCES
+    instances = moe_rows_instances(arch)
     found: dict[tuple[int, int], MoeRows] = {}
     for warps, teams, blocks, tiles in sorted(instances, key=lambda instance: instance[2]):
         unit_blocks = warps // teams * blocks

@@ -17,7 +17,7 @@ INSTANCES = (
     (8, 9, 1),
     (8, 10, 1),
     (12, 7, 1),
-    *((16, blocks, 1) for blocks in range(1, 9)),
+    *((16, blocks, 1) for blocks in (1, 2, 3, 4, 6, 7, 8)),
     *((16, blocks, 2) for blocks in range(1, 5)),
     (14, 6, 2),
     (16, 1, 4),
@@ -26,6 +26,8 @@ INSTANCES = (
 # The same for devices whose blocks have 99 KB of shared memory.
 SMALL_INSTANCES = ((8, 1, 1), (8, 2, 1), (4, 2, 2), (4, 4, 2), (4, 2, 4))
 _SMALL_SHARED_BYTES = 99 << 10
+MOST_ROWS_BLOCKS = 80
+"""k blocks of an instance on GPUs that have linear_mma, which is faster for weights of longer rows."""
 _EVEN_SHARE = 0.95
 """The least share of a device's multiprocessors that a launch has to keep busy where its runs can be equally long."""
 
@@ -88,6 +90,13 @@ def shared_bytes(arch: int) -> int:
     return 227 << 10 if 90 <= arch < 120 else _SMALL_SHARED_BYTES
 
 
+def rows_instances(arch: int) -> tuple[tuple[int, int, int], ...]:
+    """The instances that are compiled for a GPU: kIsPlanned of csrc/cuda/rows/layout.cuh."""
+    if shared_bytes(arch) == _SMALL_SHARED_BYTES:
+        return SMALL_INSTANCES
+    return INSTANCES if arch >= 90 else tuple(one for one in INSTANCES if one[0] * one[1] <= MOST_ROWS_BLOCKS)
+
+
 def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int, slots: int = 0) -> int:
     """Number of ring stages that fit with `slots` row groups' sums: RowsLayout of csrc/cuda/rows/layout.cuh."""
     stage_blocks = warps * blocks
@@ -105,7 +114,7 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
     k_blocks, groups = k // 64, -(-n // GROUP_ROWS)
     found, shared = [], shared_bytes(arch)
     small = shared == _SMALL_SHARED_BYTES
-    for warps, blocks, instance_tiles in SMALL_INSTANCES if small else INSTANCES:
+    for warps, blocks, instance_tiles in rows_instances(arch):
         if instance_tiles != tiles:
             continue
         for cluster, share in CLUSTERS.items():

@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import itertools
+import re
 
+from nf4_kernels import build
 from nf4_kernels.plan.moe import MoeGrouped, MoeWarps, MoeWgmma, moe_candidates, plan_moe
-from nf4_kernels.plan.moe_rows import MOST_UNSORTED, MoeRows, copies_boxes
+from nf4_kernels.plan.moe_rows import (
+    MOE_INSTANCES,
+    MOE_SMALL_INSTANCES,
+    MOST_UNSORTED,
+    MoeRows,
+    copies_boxes,
+    moe_stages,
+)
 from nf4_kernels.plan.rows import shared_bytes
+
+
+def test_instances_are_those_compiled_and_have_stages_on_their_gpus_alone() -> None:
+    """Kernels of other instances are empty there."""
+    source = (build.ROOT / "csrc" / "cuda" / "moe" / "instances.cuh").read_text()
+    compiled: set[tuple[int, ...]] = set()
+    for tiles, table in re.findall(r"#define NF4_MOE_ROWS_OF_(\d)_TILES? ((?:.*\\\n)*.*)", source):
+        compiled |= {(*map(int, one.split(", ")), int(tiles)) for one in re.findall(r"INSTANCE\((.*?)\)", table)}
+    assert compiled == {*MOE_INSTANCES, *MOE_SMALL_INSTANCES}
+    for (warps, teams, blocks, tiles), nested in itertools.product(
+        (*MOE_INSTANCES, *MOE_SMALL_INSTANCES), (False, True)
+    ):
+        stages, _ = moe_stages(warps, teams, blocks, tiles, nested, shared_bytes(89))
+        assert (stages >= 2) == ((warps, teams, blocks, tiles) in MOE_SMALL_INSTANCES)
 
 
 def test_plans_fit_the_device() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -29,7 +30,7 @@ from nf4_kernels.plan import (
 )
 from nf4_kernels.plan.mma import mma_cost
 from nf4_kernels.plan.posed import posed_dequantize_cost, posed_rows_cost
-from nf4_kernels.plan.rows import CLUSTERS, GROUP_ROWS, HALF_ROWS, rows_candidates
+from nf4_kernels.plan.rows import CLUSTERS, GROUP_ROWS, HALF_ROWS, MOST_ROWS_BLOCKS, rows_candidates, rows_instances
 from nf4_kernels.plan.wgmma import WGMMA_COSTS, wgmma_candidates
 
 ROOT = build.ROOT.parent
@@ -43,12 +44,11 @@ SHAPES = ((25600, 5120), (5120, 25600), (8192, 28672), (1024, 8192), (1, 64), (1
 def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested: bool) -> None:
     for m in range(1, 33):
         choice = plan(m, n, k, arch, 132, nested=nested)
-        small = shared_bytes(arch) < 128 << 10
         if not isinstance(choice, Rows):
             assert isinstance(choice, Wgmma if arch == 90 else Mma | Dequantize)
             continue
         assert m <= choice.tiles * 8
-        assert (choice.warps, choice.blocks, choice.tiles) in (SMALL_INSTANCES if small else INSTANCES)
+        assert (choice.warps, choice.blocks, choice.tiles) in rows_instances(arch)
         assert choice.part_blocks <= choice.warps * choice.blocks
         parts = choice.cluster * choice.passes
         assert (parts - 1) * choice.part_blocks < k // 64 <= parts * choice.part_blocks
@@ -264,6 +264,7 @@ def test_the_instances_are_those_compiled() -> None:
         return {tuple(map(int, one.split(", ")[:numbers])) for one in found}
 
     assert compiled("rows/linear_rows.cu", 3) == {*INSTANCES, *SMALL_INSTANCES}
+    assert f"kMostRowsBlocks = {MOST_ROWS_BLOCKS};" in (SOURCES / "rows" / "linear_rows.cuh").read_text()
     assert compiled("wgmma_sm90/instances.cuh", 2) == set(WGMMA_INSTANCES)
     tiles = {(warps, tokens // 8) for warps, tokens in MMA_COSTS}
     assert compiled("mma_sm80/instances.cuh", 2) == tiles
@@ -271,11 +272,14 @@ def test_the_instances_are_those_compiled() -> None:
     assert compiled("mma_sm80/whole/linear_mma_whole.cu", 4) == whole
 
 
-def test_every_instance_has_stages() -> None:
-    for instances, arch in ((INSTANCES, 90), (SMALL_INSTANCES, 89)):
-        for warps, blocks, tiles in instances:
-            for nested in (False, True):
-                assert rows_stages(warps, blocks, tiles, nested, shared_bytes(arch)) >= 2
+def test_every_instance_has_stages_on_its_gpus_alone() -> None:
+    """Kernels of other instances are empty there."""
+    small = shared_bytes(89)
+    for (warps, blocks, tiles), nested in itertools.product(INSTANCES, (False, True)):
+        assert rows_stages(warps, blocks, tiles, nested, shared_bytes(90)) >= 2
+        assert rows_stages(warps, blocks, tiles, nested, small) < 2
+    for (warps, blocks, tiles), nested in itertools.product(SMALL_INSTANCES, (False, True)):
+        assert rows_stages(warps, blocks, tiles, nested, small) >= 2
 
 
 def test_the_cuda_library_loads_where_it_was_built() -> None:

@@ -97,6 +97,18 @@ def test_launches_that_time_their_decoding_give_the_same_bits(
     assert 0.05 < share < 0.8 if isinstance(cuda.plan_on(DEVICE, m, N, K), Rows | Wgmma) else share == 0
 
 
+@pytest.mark.parametrize("m", [8, 128])
+def test_launches_that_normalise_do_not_time_their_decoding(
+    m: int, clock: DeviceClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, norm = random_weight(N, K), torch.randn(K, device=DEVICE, dtype=torch.bfloat16)
+    x = torch.randn(m, K, device=DEVICE, dtype=torch.bfloat16)
+    monkeypatch.setattr(device_clock, "SAMPLING", 1)
+    cuda.fused_linear(x, w.weight, None, None, norm, 1e-6)
+    assert sum(seconds(clock).values()) > 0
+    assert sum(clock.decoding().values()) == 0
+
+
 def test_one_launch_in_so_many_times_its_decoding(clock: DeviceClock) -> None:
     timed = [clock.take("rows")[1] for _ in range(3 * device_clock.SAMPLING)]
     assert sum(timed) == 3

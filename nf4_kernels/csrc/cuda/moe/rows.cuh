@@ -181,8 +181,9 @@ template <typename T, int kWarps, int kTeams, int kBlocks, int kTiles, bool kNes
 __global__ void __launch_bounds__((kWarps + 4) * 32, 1) moe_rows(const __grid_constant__ MoeRowsArgs args) {
 #if __CUDA_ARCH__ >= 800
   using Layout = MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested>;
-  // Nothing is compiled for targets on which no plan fits.
-  if constexpr (Layout::total(2) <= kSharedBytes) {
+  // For larger groups moe_wgmma is faster, and for shorter rows moe_warps.
+  constexpr bool kOthersAreFaster = __CUDA_ARCH__ == 900 && (kTiles > 1 || kTeams > 2);
+  if constexpr (kIsPlanned<Layout::total(2)> && !kOthersAreFaster) {
     run_moe_rows<T, Layout, kBlocks, kTiles, kNested>(args, nullptr);
   } else {
     __trap();

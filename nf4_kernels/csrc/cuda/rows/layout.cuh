@@ -37,13 +37,19 @@ constexpr int kSharedBase = 0;
 constexpr int kSharedBase = 1024;
 #endif
 // How much shared memory a thread block can have.
+constexpr int kSmallSharedBytes = 99 << 10;
 #if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
 constexpr int kSharedBytes = 227 << 10;
 #elif __CUDA_ARCH__ == 800
 constexpr int kSharedBytes = 163 << 10;
 #else
-constexpr int kSharedBytes = 99 << 10;
+constexpr int kSharedBytes = kSmallSharedBytes;
 #endif
+// Whether plans have an instance that takes so much shared memory on this target: what has room on GPUs with the least is for
+// these alone. The kernels of all others are empty.
+template <int kBytes>
+constexpr bool kIsPlanned =
+    kBytes <= kSharedBytes && (kBytes <= kSmallSharedBytes) == (kSharedBytes == kSmallSharedBytes);
 
 // Arrivals at a stage's `full` barrier: one lane issues bulk copies; before sm_90 a whole warp copies pieces.
 #if __CUDA_ARCH__ >= 900

@@ -3,7 +3,7 @@
 #include "../device.cuh"
 #include "linear_rows.cuh"
 
-// linear_rows_timed.cu compiles this again, for the kernels that time their decoding.
+// linear_rows_timed.cu compiles this again, for the kernels that time their decoding; these neither normalise nor gate.
 #ifndef NF4_TIMED
 #define NF4_TIMED false
 #define NF4_LINEAR_ROWS nf4_cuda_linear_rows
@@ -48,15 +48,17 @@ cudaError_t launch(const RowsArgs& args, int dtype, int grid, bool hopper, cudaS
                   : launch<__half, kWarps, kBlocks, kTiles, false, false>(args, grid, hopper, stream);
   }
 #endif
-  if constexpr (kTiles == 1) {
+  if constexpr (kTiles == 1 && !NF4_TIMED) {
     if (args.gate.columns) {
       return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true, true>(args, grid, hopper, stream)
                     : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true, true>(args, grid, hopper, stream);
     }
   }
-  if (args.norm_weight) {
-    return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true>(args, grid, hopper, stream)
-                  : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true>(args, grid, hopper, stream);
+  if constexpr (!NF4_TIMED) {
+    if (args.norm_weight) {
+      return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true>(args, grid, hopper, stream)
+                    : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true>(args, grid, hopper, stream);
+    }
   }
   return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, false>(args, grid, hopper, stream)
                 : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, false>(args, grid, hopper, stream);
@@ -68,6 +70,7 @@ cudaError_t validate(const Nf4Linear& linear, const RowsPlan& plan, bool hopper)
   if (w.k % 64 || w.blocksize < 64 || linear.dtype == NF4_FLOAT32 || linear.tiles || !gate_fits(linear)) {
     return cudaErrorInvalidValue;
   }
+  if (NF4_TIMED && linear.norm_weight) return cudaErrorInvalidValue;
   // More tokens' gated activations, and those of tokens that are not normalised, are linear_wgmma's.
   if (linear.activation && (plan.tiles > 1 || !linear.norm_weight)) return cudaErrorInvalidValue;
   if (linear.norm_weight && (linear.dtype != NF4_BFLOAT16 || plan.passes > 1)) return cudaErrorInvalidValue;
@@ -134,7 +137,6 @@ cudaError_t launch(const Nf4Linear& linear, const RowsPlan& plan, const RowsArgs
   NF4_INSTANCE(16, 2, 1)
   NF4_INSTANCE(16, 3, 1)
   NF4_INSTANCE(16, 4, 1)
-  NF4_INSTANCE(16, 5, 1)
   NF4_INSTANCE(16, 6, 1)
   NF4_INSTANCE(16, 7, 1)
   NF4_INSTANCE(16, 8, 1)

@@ -274,6 +274,9 @@ __device__ __forceinline__ void run_linear_rows(const RowsArgs& args) {
   }
 }
 
+// GPUs that have linear_mma have no instance of more k blocks: for weights of longer rows it is faster.
+constexpr int kMostRowsBlocks = 80;
+
 // kTimed: one warp times its decoding. It is a kernel of its own, since a second loop beside the first, though
 // no warp enters it, makes the first one up to 50 % slower (registers).
 // kNormalises: the tokens are normalised (with one pass only). It is a kernel of its own, since code for it beside the other
@@ -284,8 +287,8 @@ __global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) *
     linear_rows(const __grid_constant__ RowsArgs args) {
 #if __CUDA_ARCH__ >= 800
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
-  // Nothing is compiled for targets on which no plan fits.
-  if constexpr (Layout::total(2, 1, 0) <= kSharedBytes) {
+  constexpr bool kMmaIsFaster = __CUDA_ARCH__ < 900 && kWarps * kBlocks > kMostRowsBlocks;
+  if constexpr (kIsPlanned<Layout::total(2, 1, 0)> && !kMmaIsFaster) {
     run_linear_rows<T, Layout, kWarps, kBlocks, kTiles, kNested, kTimed, kNormalises, kGates>(args);
   } else {
     __trap();
