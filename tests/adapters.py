@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 ALL_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -32,6 +34,12 @@ def save_adapter(model: PreTrainedModel, folder: Path, seed: int, size: float = 
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
     adapted.save_pretrained(folder)
     adapted.unload()
+
+
+def change_adapter(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Rewrite an adapter's weights."""
+    file = folder / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
 
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:

@@ -65,6 +65,7 @@ def test_off_needs_no_quotation_marks_in_yaml(tmp_path: Path) -> None:
         ("http: {prt: 1}", "http.prt"),
         ("http: {port: 70000}", "http.port"),
         ("engine: {device: tpu}", "engine.device"),
+        ("http: {tls_cert_file: /nowhere/cert}", "belong together"),
         ("engine: {lora_modules: [{name: a, path: x}, {name: a, path: y}]}", "lora_modules names 'a' twice"),
         ("engine: {lora_modules: [{name: a, path: x}, {name: b, path: y}], max_loras: 1}", "max_loras is 1"),
         ("engine: {lora_modules: [{name: m, path: x}]}\nmodel: m", "'m' is the model's own name"),

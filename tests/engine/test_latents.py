@@ -70,15 +70,23 @@ def test_many_sequences_give_transformers_tokens_and_logprobs(
     assert engine.stats().preemptions > 0
 
 
-def _check(reference: PreTrainedModel, prompt: list[int], outputs: list[RequestOutput]) -> None:
-    """Tokens are the reference's likeliest, with its log-probabilities."""
+def _distances(
+    reference: PreTrainedModel, prompt: list[int], outputs: list[RequestOutput]
+) -> tuple[torch.Tensor, bool]:
+    """(how far log-probabilities are from the reference's, whether all tokens are its likeliest)."""
     found = tokens(outputs)
     with torch.inference_mode():
         logits = reference(torch.tensor([[*prompt, *found]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    assert found == logits.argmax(-1).tolist()
     entries = [entry for output in outputs for entry in output.logprobs or ()]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(found)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor([entry.logprob for entry in entries]), expected, atol=1e-4, rtol=1e-4)
+    return (torch.tensor([entry.logprob for entry in entries]) - expected).abs(), found == logits.argmax(-1).tolist()
+
+
+def _check(reference: PreTrainedModel, prompt: list[int], outputs: list[RequestOutput]) -> None:
+    """Tokens are the reference's likeliest, with its log-probabilities."""
+    distances, likeliest = _distances(reference, prompt, outputs)
+    assert likeliest
+    assert distances.max() < 5e-4
 
 
 @pytest.mark.gpu
@@ -117,14 +125,8 @@ def test_latents_in_cuda_graphs(family: str) -> None:
         outputs = run_together(engine, *requests)
         assert runner.graph_replays > before
         for request in requests:
-            found = tokens(outputs[request.request_id])
-            with torch.inference_mode():
-                ids = torch.tensor([[*request.prompt_token_ids, *found]])
-                logits = reference(ids, use_cache=False).logits[0, len(request.prompt_token_ids) - 1 : -1]
-            entries = [entry for output in outputs[request.request_id] for entry in output.logprobs or ()]
-            expected = logits.log_softmax(-1).gather(-1, torch.tensor(found)[:, None])[:, 0]
-            error = (torch.tensor([entry.logprob for entry in entries]) - expected).abs()
-            assert error.mean() < 0.1
+            distances, _ = _distances(reference, request.prompt_token_ids, outputs[request.request_id])
+            assert distances.mean() < 0.1
 
 
 def test_draft_tokens_are_verified_over_latents() -> None:

@@ -62,7 +62,6 @@ def branching(depth: int) -> dict[str, Any]:
 BODIES: dict[str, Callable[[], bytes | Iterator[bytes]]] = {
     "100 MB, announced": lambda: b" " * 100 * 2**20,
     "100 MB, in chunks": hundred_megabytes,
-    "100000 messages": lambda: json.dumps(chat_body(messages=user("a") * 100_000)).encode(),
     "many small messages": lambda: json.dumps(chat_body(messages=user("") * 60_000), separators=(",", ":")).encode(),
     "one long word": lambda: json.dumps(chat_body(messages=user("a" * 4_000_000))).encode(),
     "long unicode": lambda: json.dumps(chat_body(messages=user("\u0301" * 600_000))).encode(),
@@ -150,7 +149,7 @@ def test_another_stream_goes_on(http: httpx.Client, server: RunningServer, name:
             status = http.post(CHAT, content=content, headers=JSON).status_code
         except httpx.WriteError:  # refused before all of it was sent
             status = 413
-        time.sleep(0.2)
+        time.sleep(0.05)
     assert status in (200, 400, 413), status
     assert stream.longest < MAX_PAUSE_S
     assert metric(http, "nf4_request_rejections_total", reason="internal_error") == 0

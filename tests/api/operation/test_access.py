@@ -126,6 +126,8 @@ def test_keys_from_file_and_environment(tmp_path: Path, monkeypatch: pytest.Monk
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="no key"):
         HttpConfig(api_keys_file=file).keys()
+    with pytest.raises(ConfigError, match="api_keys_file"):
+        HttpConfig(api_keys_file=tmp_path / "none").keys()
 
 
 @pytest.mark.rest

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
@@ -19,7 +18,7 @@ from server.engine.runtime.model import lora
 from server.engine.runtime.model.lora import adding_masked
 from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, LoadAdapter, SamplingParams
-from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
+from tests.adapters import ALL_PROJECTIONS, change_adapter, save_adapter, with_adapter
 from tests.engine.models import tiny_model
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -189,10 +188,8 @@ def test_a_graphs_gemms_add_what_is_not_masked(folder: Path) -> None:
 
 
 def test_an_adapter_of_other_shapes_is_refused(folder: Path, tmp_path: Path) -> None:
-    file = shutil.copytree(folder / "attention", tmp_path / "bad") / "adapter_model.safetensors"
-    tensors = load_file(file)
-    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] = torch.ones(4, 65)
-    save_file(tensors, file)
+    changed = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 65)}
+    change_adapter(shutil.copytree(folder / "attention", tmp_path / "bad"), lambda tensors: tensors | changed)
     with pytest.raises(CheckpointError, match="takes 65 and gives 64 features, the model's 64 and 64"):
         engine_with(tmp_path, ["bad"])
 
