@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from bench.machine import current_commit, gpu_in_file_names, versions
-from nf4_kernels.cuda.peers import PeerReducer, most_bytes
+from nf4_kernels.cuda.peers import PeerReducer, max_bytes
 from server.engine.runtime.exchange import ENVIRONMENT
-from server.engine.runtime.peers import meet_peers
+from server.engine.runtime.peers import connect_peers
 
 RESULTS = Path(__file__).parents[1] / "results"
 KILOBYTES = (2, 8, 16, 40, 64, 80, 120, 160, 256, 320, 480, 640, 1000, 1280, 2048, 3000, 5120, 7680)
@@ -66,7 +66,7 @@ def _measure(peers: PeerReducer, kilobytes: int, residual: bool) -> dict[str, fl
 
     row = {"kib": kilobytes, "residual": residual, "nccl_us": _microseconds(nccl)}
     for name, ll128 in (("ll_us", False), ("ll128_us", True)):
-        if x.nbytes <= most_bytes(peers.ranks, ll128) <= peers.most_bytes:
+        if x.nbytes <= max_bytes(peers.ranks, ll128) <= peers.max_bytes:
             row[name] = _microseconds(partial(ours, ll128))
     return row
 
@@ -76,10 +76,10 @@ def _rank(rank: int, ranks: int, store: str, path: str) -> None:
     torch.cuda.set_device(device)
     held = torch._C._distributed_c10d.FileStore(store, ranks)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=held, rank=rank, world_size=ranks, device_id=device)
-    peers = meet_peers(device, rank, ranks)
+    peers = connect_peers(device, rank, ranks)
     if peers is None:
         raise SystemExit("these GPUs do not reach one another")
-    peers.set_patience(60.0)
+    peers.set_timeout(60.0)
     rows = []
     with torch.inference_mode():
         for kilobytes in KILOBYTES:

@@ -8,9 +8,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from nf4_kernels.cuda.peers import most_bytes
+from nf4_kernels.cuda.peers import max_bytes
 from server.engine.runtime import exchange
-from server.engine.runtime.peers import meet_peers
+from server.engine.runtime.peers import connect_peers
 
 WITHOUT: tuple[tuple[int, ...], ...] = ((), (1,), (0, 1))
 """By meeting, the ranks that have peer access switched off."""
@@ -26,7 +26,7 @@ def main() -> None:
         store = torch._C._distributed_c10d.FileStore(f"{sys.argv[3]}-{meeting}", ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         exchange._Process.membership = exchange.Membership(rank, ranks, sys.argv[3])
-        exchange._Process.peers = meet_peers(device, rank, ranks)
+        exchange._Process.peers = connect_peers(device, rank, ranks)
         if exchange._Process.peers is not None:
             check(device, rank, ranks)
         print("alone" if exchange._Process.peers is None else "together")
@@ -35,8 +35,8 @@ def main() -> None:
 
 def check(device: torch.device, rank: int, ranks: int) -> None:
     """Sum tensors that one launch can sum."""
-    assert exchange.one_launch() in (most_bytes(ranks, False), most_bytes(ranks, True))
-    exchange.bound_waiting(60.0)
+    assert exchange.max_launch_bytes() in (max_bytes(ranks, False), max_bytes(ranks, True))
+    exchange.set_timeout(60.0)
     with torch.inference_mode():
         for tokens in (1, 7, 24):
             # Dense and aligned, a view that is not dense, one that is not aligned.

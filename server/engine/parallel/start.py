@@ -20,7 +20,7 @@ from server.config import EngineConfig
 from server.engine.parallel.auto import check_config, fewest
 from server.engine.parallel.processes import kill, start_processes
 from server.engine.parallel.workers import Failed, Workers, start_workers
-from server.engine.runtime.exchange import EXCHANGE_S, bound_waiting
+from server.engine.runtime.exchange import EXCHANGE_S, set_timeout
 from server.engine.runtime.limits import EngineConfigError, resolve_device
 from server.engine.runtime.runner import ModelRunner
 from server.engine.start import load_runner
@@ -59,7 +59,7 @@ def load_ranks(
         runner = load_runner(folder, config, progress, workers.membership, workers)
         progress("waiting for the other ranks", 1.0)
         workers.wait_ready()
-        bound_waiting(EXCHANGE_S)
+        set_timeout(EXCHANGE_S)
         if runner.adapters is not None:
             runner.adapters.on_write = workers.write_adapter
     except BaseException:

@@ -39,7 +39,7 @@ with lasting_objects():
         WriteAdapter,
     )
     from server.engine.permanence import is_refusal
-    from server.engine.runtime.exchange import EXCHANGE_S, Membership, bound_waiting
+    from server.engine.runtime.exchange import EXCHANGE_S, Membership, set_timeout
     from server.engine.runtime.limits import sequence_limit
     from server.engine.runtime.memory import MemoryGauge
     from server.engine.start import load_runner
@@ -98,7 +98,7 @@ class _Worker:
         runner = load_runner(Path(setup.checkpoint_folder), config, lambda *_: None, membership)
         width = -(-runner.limits.max_model_len // config.block_size)
         reader = StepReader(sequence_limit(config, runner.device), width)
-        bound_waiting(EXCHANGE_S)
+        set_timeout(EXCHANGE_S)
         freeze_objects()
         self._wire.send(WorkerReady(setup.rank))
         self.is_ready = True

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nf4_kernels.cuda.peers import PeerReducer
-from server.engine.runtime.peers import meet_peers
+from server.engine.runtime.peers import connect_peers
 
 Value = TypeVar("Value")
 
@@ -76,8 +76,8 @@ def join(membership: Membership, device: torch.device) -> None:
     )
     _Process.membership = membership
     if cuda:
-        _Process.peers = meet_peers(device, rank, count)
-        bound_waiting(TIMEOUT.total_seconds())
+        _Process.peers = connect_peers(device, rank, count)
+        set_timeout(TIMEOUT.total_seconds())
 
 
 def leave() -> None:
@@ -90,15 +90,15 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def bound_waiting(seconds: float) -> None:
+def set_timeout(seconds: float) -> None:
     """Set how long our own launches wait for a rank from now on. Then they fail, and this process's GPU work with them."""
     if _Process.peers is not None:
-        _Process.peers.set_patience(seconds)
+        _Process.peers.set_timeout(seconds)
 
 
-def one_launch() -> int:
+def max_launch_bytes() -> int:
     """Bytes up to which a tensor is summed, with a residual, by one launch; 0 where there is no such launch."""
-    return 0 if _Process.peers is None else _Process.peers.most_bytes
+    return 0 if _Process.peers is None else _Process.peers.max_bytes
 
 
 def is_alone() -> bool:
@@ -155,7 +155,7 @@ def all_reduce_add(x: torch.Tensor, residual: torch.Tensor) -> None:
 def _reduced_by_peers(x: torch.Tensor, residual: torch.Tensor | None) -> bool:
     """Whether one launch has summed x. That depends on its size alone, which is the same on all ranks."""
     peers = _Process.peers
-    if peers is None or not x.is_cuda or not 0 < x.nbytes <= one_launch() or x.nbytes % 16:
+    if peers is None or not x.is_cuda or not 0 < x.nbytes <= max_launch_bytes() or x.nbytes % 16:
         return False
     dense = x if peers.takes(x) else x.clone(memory_format=torch.contiguous_format)
     if residual is not None and not peers.takes(residual):

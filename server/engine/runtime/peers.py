@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nf4_kernels import cuda
 from nf4_kernels.cuda.library import KernelError
-from nf4_kernels.cuda.peers import HANDLE_BYTES, MOST_RANKS, PeerReducer
+from nf4_kernels.cuda.peers import HANDLE_BYTES, MAX_RANKS, PeerReducer
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ TRIAL_S = 20.0
 _SMALL = 16384
 
 
-def meet_peers(device: torch.device, rank: int, ranks: int) -> PeerReducer | None:
+def connect_peers(device: torch.device, rank: int, ranks: int) -> PeerReducer | None:
     """Make this rank's side of the launches and try them once; None on all ranks where they do not work between all.
 
     All ranks of the process group call it at the same time. NCCL_P2P_DISABLE=1 switches peer access off here, too.
@@ -42,7 +42,7 @@ def meet_peers(device: torch.device, rank: int, ranks: int) -> PeerReducer | Non
                 return peers
     if why is not None:
         logger.info("rank %d: small tensors are exchanged by NCCL as all others are: %s", rank, why)
-    # All ranks wait here, including those without an inbox, so that no rank writes to an inbox that is gone.
+    # All ranks wait here, including those without an IPC buffer, so that no rank writes to one that is gone.
     _all(True)
     if peers is not None:
         peers.close()
@@ -52,21 +52,21 @@ def meet_peers(device: torch.device, rank: int, ranks: int) -> PeerReducer | Non
 def _unusable(ranks: int) -> str | None:
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return "NCCL_P2P_DISABLE is 1"
-    if ranks > MOST_RANKS:
-        return f"{ranks} ranks, of {MOST_RANKS} at most"
+    if ranks > MAX_RANKS:
+        return f"{ranks} ranks, of {MAX_RANKS} at most"
     return cuda.load_error()
 
 
 def _tried(peers: PeerReducer) -> str | None:
     """Fault of sums over the ranks; None if they are right."""
-    peers.set_patience(TRIAL_S)
-    # Both protocols, and all thread blocks in both slots of an inbox, which they take in turn.
-    most = peers.most_bytes
+    peers.set_timeout(TRIAL_S)
+    # Both protocols, and all thread blocks in both slots of an IPC buffer, which they take in turn.
+    most = peers.max_bytes
     for bytes_ in (_SMALL, most, most, _SMALL):
         given = torch.arange(bytes_ // 2, device=peers.device, dtype=torch.int32) % 64
         x = (given + peers.rank).to(torch.bfloat16)
         peers.all_reduce(x, given.to(torch.bfloat16), fatal=False)
-        silent = peers.silent_rank()
+        silent = peers.hung_rank()
         if silent is not None:
             return f"nothing came from rank {silent}"
         # Whole numbers up to 256 are exact in bfloat16, those up to 1024 are rounded as here.

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from nf4_kernels.cuda.library import KernelError
-from nf4_kernels.cuda.peers import PeerReducer, most_bytes
+from nf4_kernels.cuda.peers import PeerReducer, max_bytes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A chunk, what a warp and a thread block have in each protocol, several of these, all that one launch takes (-1), and odd
 # numbers of chunks between.
 BYTES = (16, 32, 528, 960, 976, 2048, 2064, 3840, 8192, 10240, 81920, 160 * 1024 + 16, 999_984, 2_097_152, -1)
-PATIENCE_S = 1.0
+TIMEOUT_S = 1.0
 
 
 def inputs(ranks: int, step: int, bytes_: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -38,7 +38,7 @@ def expected(xs: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch
 
 def sizes(peers: PeerReducer) -> list[int]:
     """Bytes of the tensors."""
-    most = peers.most_bytes
+    most = peers.max_bytes
     return [most if bytes_ < 0 else min(bytes_, most) for bytes_ in BYTES]
 
 
@@ -47,8 +47,8 @@ def sums(peers: PeerReducer) -> None:
     rng = random.Random(0)
     for step in range(120):
         dtype, bytes_ = rng.choice(DTYPES), rng.choice(sizes(peers))
-        protocols = (None, True, False) if peers.most_bytes > most_bytes(peers.ranks, False) else (None, False)
-        ll128 = rng.choice(protocols) if bytes_ <= most_bytes(peers.ranks, False) else None
+        protocols = (None, True, False) if peers.max_bytes > max_bytes(peers.ranks, False) else (None, False)
+        ll128 = rng.choice(protocols) if bytes_ <= max_bytes(peers.ranks, False) else None
         xs, residual = inputs(peers.ranks, step, bytes_, dtype)
         added = residual if rng.random() < 0.5 else None
         x = xs[peers.rank].to(peers.device)
@@ -108,21 +108,21 @@ def graphs(peers: PeerReducer) -> None:
 
 
 def silent(peers: PeerReducer) -> None:
-    """The last rank does not come: the others go on without it, or fail, as they were asked to, within their patience."""
+    """The last rank does not come: the others go on without it, or fail, as they were asked to, within their timeout."""
     if peers.rank == peers.ranks - 1:
         time.sleep(600)
     x = torch.ones(4096, device=peers.device)
-    peers.set_patience(PATIENCE_S)
+    peers.set_timeout(TIMEOUT_S)
     for fatal in (False, True):
         began = time.monotonic()
         peers.all_reduce(x, fatal=fatal)
         try:
-            found = peers.silent_rank()
+            found = peers.hung_rank()
             assert not fatal
             assert found == peers.ranks - 1
         except (RuntimeError, KernelError):
             assert fatal
-        assert PATIENCE_S * 0.9 < time.monotonic() - began < PATIENCE_S + 5
+        assert TIMEOUT_S * 0.9 < time.monotonic() - began < TIMEOUT_S + 5
 
 
 def meet(peers: PeerReducer, folder: Path) -> None:
@@ -148,7 +148,7 @@ def main() -> None:
     unlike = sys.argv[5] == "unlike"
     peers = PeerReducer(torch.device("cuda", device), rank, ranks, ll128=not (unlike and rank == ranks - 1))
     meet(peers, Path(sys.argv[4]))
-    assert peers.most_bytes == most_bytes(ranks, not unlike)
+    assert peers.max_bytes == max_bytes(ranks, not unlike)
     what = {"sums": sums, "unlike": sums, "many": many, "graphs": graphs, "silent": silent}[sys.argv[5]]
     with torch.inference_mode():
         what(peers)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nf4_kernels.cuda.peers import HANDLE_BYTES, LL_BYTES, MOST_RANKS, PeerReducer
+from nf4_kernels.cuda.peers import HANDLE_BYTES, LL_BYTES, MAX_RANKS, PeerReducer
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, ON_GPU
 
 pytestmark = [*ON_GPU, pytest.mark.timeout(240)]
@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_hangs(gpus: int, tmp_pat
 
 def test_what_it_does_not_take_is_named() -> None:
     with pytest.raises(ValueError, match="there must be 2 to 8 ranks"):
-        PeerReducer(DEVICE, 0, MOST_RANKS + 1)
+        PeerReducer(DEVICE, 0, MAX_RANKS + 1)
     peers = PeerReducer(torch.device("cuda", torch.cuda.current_device()), 0, 2, ll128=False)
     x = torch.zeros(LL_BYTES // 2 + 8, dtype=torch.bfloat16, device=peers.device)
     assert not peers.takes(x)
