@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from typing import cast
 
 
 class OutOfBlocksError(Exception):
@@ -70,10 +71,12 @@ class BlockManager:
     def share(self, blocks: Iterable[int]) -> None:
         """Count one more holder of blocks that are held, or free but named."""
         held = list(blocks)
-        if not all(self._references[block] or block in self._free_named for block in held):
+        free = [block for block in held if not self._references[block]]
+        if not all(map(self._free_named.__contains__, free)):
             raise ValueError("a free block without a key cannot be shared")
-        for block in held:
+        for block in free:
             self._free_named.pop(block, None)
+        for block in held:
             self._references[block] += 1
 
     def release(self, blocks: list[int]) -> None:
@@ -100,17 +103,13 @@ class BlockManager:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks that the first keys name, up to the first key that names none."""
-        found: list[int] = []
-        for key in keys:
-            block = self._by_key.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        found = [*map(self._by_key.get, keys)]
+        known = found.index(None) if None in found else len(found)
+        return cast(list[int], found[:known])
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """Number of blocks that share() would take from the free ones."""
-        return sum(block in self._free_named for block in blocks)
+        return sum(map(self._free_named.__contains__, blocks))
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Take the keys of held blocks away: what they hold is not to be used again."""

@@ -42,7 +42,8 @@ class SnapshotSlots:
 
         0 and NO_SLOT if there is none.
         """
-        for count in range(len(keys), 0, -1):
+        # A history of 30,000 tokens has two thousand keys, for which a request waits.
+        for count in range(len(keys) if self._by_key else 0, 0, -1):
             slot = self._by_key.get(keys[count - 1])
             if slot is not None:
                 self._by_key.move_to_end(keys[count - 1])
@@ -144,7 +145,8 @@ class Snapshots:
     def place_after(self, sequence: Sequence) -> int | None:
         """The first token of a sequence's prompt after those computed before which a snapshot is to be taken, if any.
 
-        That is at regular distances, where another prompt branched off, and at the last block before the prompt's end.
+        That is where another prompt branched off, at the last block before the prompt's end, and at regular distances from
+        the prefix that was found. These are a step each, so none is nearly at the end.
         """
         if sequence.sampling.prompt_logprobs is not None:
             return None  # nobody shares its blocks
@@ -152,7 +154,8 @@ class Snapshots:
         end = (sequence.num_prompt - _LEAST_TOKENS_AFTER) // size * size
         each = self._distance * max(1, self._count // _SHARE_OF_ONE)
         distance = self._distance * -(-sequence.num_prompt // each)
-        places = sorted({(computed // distance + 1) * distance, sequence.branch, end})
+        regular = computed + distance - (computed - sequence.num_cached) % distance
+        places = sorted({regular if regular + self._distance <= end else end, sequence.branch, end})
         for place in places:
             if computed < place <= end:
                 key = sequence.block_keys(size, place, place // size - 1)[0]

@@ -156,6 +156,13 @@ def test_keys_depend_on_salt_and_on_all_tokens_before() -> None:
     assert keys([1, 2, 3, 4])[1] != keys([2, 1, 3, 4])[1]
     assert not set(keys([1, 2, 3, 4], b"a")) & set(keys([1, 2, 3, 4]))
     assert len(set(keys([7] * 20))) == 10
+    # Keys of long prompts are remembered in groups: those made piece by piece, and from a remembered group on, are the same.
+    prompt, piecewise = list(range(3, 603)), list[bytes]()
+    for count in (1, 70, 128, 201, 300):
+        extend_keys(piecewise, prompt, 2, count)
+    assert piecewise == keys(prompt) == keys(prompt)
+    other = keys([*prompt[:300], 0, *prompt[301:]])
+    assert [own == before for own, before in zip(other, piecewise, strict=True)] == [True] * 150 + [False] * 150
 
 
 events = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 30), st.integers(1, 9)), max_size=50)
