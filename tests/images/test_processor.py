@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,6 @@ NEED_PACKAGES = {
     "muse_spark",
 }  # fmt: skip
 """Those whose processor classes transformers does not load without torchvision or num2words."""
-
-
 QUICK = ("gemma4", "lfm2_vl", "llava_next", "mistral3", "qwen2_5_vl", "smolvlm")
 
 
@@ -146,17 +145,22 @@ LFM2_VL: list[dict[str, Any]] = [
 ]
 
 
+def run_oracle(folders: Iterable[Path]) -> None:
+    command = [sys.executable, "-m", "tests.images.torchvision_oracle", *map(str, folders)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+
+
 @pytest.mark.slow
 def test_lfm2_vls_images_are_as_transformers_own_processor_makes_them(tmp_path: Path) -> None:
     folders = [tmp_path / str(index) for index in range(len(LFM2_VL))]
     for folder, settings in zip(folders, LFM2_VL, strict=True):
         folder.mkdir()
-        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        own = {"image_processor_type": "Lfm2VlImageProcessor", **settings}
+        (folder / "preprocessor_config.json").write_text(json.dumps(own))
         for width, height in [(1, 1), (100, 20), (640, 480), (800, 1000), (1024, 1024), (1500, 300)]:
             noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
             Image.fromarray(noise).save(folder / f"{width}.png")
-    command = [sys.executable, "-m", "tests.images.lfm2_vl_oracle", *map(str, folders)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    run_oracle(folders)
     for folder, settings in zip(folders, LFM2_VL, strict=True):
         layout = Lfm2VlLayout(folder, None)
         # Pillow and torch round a scaled pixel alike but for one level of 256.
@@ -188,20 +192,15 @@ def test_lfm2_vls_settings_in_the_processors_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processors_for_torchvision_alone_are_as_transformers_has_them(tmp_path: Path) -> None:
     """Their pixels within two levels of 256, which Muse-Glimmer doubles, as Pillow and torch round scaled ones."""
-    sizes = {
-        "gemma4_unified": [(1, 1), (100, 20), (640, 480), (15, 900)],
-        "muse_glimmer": [(1, 1), (100, 20), (640, 480), (15, 900)],
-    }
     types = {"gemma4_unified": "Gemma4UnifiedImageProcessor", "muse_glimmer": "MuseGlimmerImageProcessor"}
-    for name, own in sizes.items():
+    for name, own in types.items():
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": types[name]}))
-        for seed, (width, height) in enumerate(own):
+        (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": own}))
+        for seed, (width, height) in enumerate([(1, 1), (100, 20), (640, 480), (15, 900)]):
             picture(seed, width, height).save(folder / f"{width}.png")
-    command = [sys.executable, "-m", "tests.images.pil_oracle", *(str(tmp_path / name) for name in sizes)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    for name in sizes:
+    run_oracle(tmp_path / name for name in types)
+    for name in types:
         processor = PIL_PROCESSORS[name](tmp_path / name)
         for file in (tmp_path / name).glob("*.png"):
             found, expected = processor([Image.open(file)], return_tensors="np"), np.load(file.with_suffix(".npz"))

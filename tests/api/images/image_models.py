@@ -27,11 +27,6 @@ PARTS = (
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """A chat template that takes contents in parts; IMAGE is what the model's own would write for an image."""
-STRINGS = (
-    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-"""One that takes texts only."""
 
 
 @dataclass(frozen=True)
@@ -218,12 +213,12 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 
 
-def write_image_model(folder: Path, name: str = "llava", template: str = PARTS) -> Path:
+def write_image_model(folder: Path, name: str = "llava") -> Path:
     """Write a random checkpoint of a model type in NF4 into a folder."""
     skip_unless_known(name)
     kind = KINDS[name]
     tokenizer = _tokenizer(list(kind.tokens.values()))
-    tokenizer.chat_template = template.replace("IMAGE", kind.shown.replace("\n", "\\n"))
+    tokenizer.chat_template = PARTS.replace("IMAGE", kind.shown.replace("\n", "\\n"))
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in kind.tokens.items()}
     settings = json.loads(json.dumps(settings_of(name))) | kind.config
     settings["text_config"] |= {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, "eos_token_id": 2}

@@ -49,6 +49,28 @@ class UncapturedGraphs(GraphSet):
         return ModelOutput(self._paged.run(batch))
 
 
+@pytest.fixture
+def plain() -> ModelRunner:
+    """A runner without graphs."""
+    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
+    return build_runner(tiny_model("llama"), config)
+
+
+def with_graphs(plain: ModelRunner, workers: Any = None) -> tuple[ModelRunner, UncapturedGraphs]:
+    """A runner of the same model and cache with graphs of steps with draft tokens."""
+    graphs = UncapturedGraphs(plain._paged)
+    return ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), workers=workers), graphs
+
+
+def prefilled(plain: ModelRunner, **options: Any) -> Sequence:
+    """A sequence of 6 tokens, of which the last one alone is still to be computed."""
+    sequence = make_sequence(6, **options)
+    sequence.tables = BlockTables(1, 8)
+    sequence.row = sequence.tables.take([0, 1, 2])
+    plain.execute(Step([Chunk(sequence, 0, 5, False)]))
+    return sequence
+
+
 def drafted(sequences: list[Sequence], drafts: Drafts) -> Step:
     """A step of the newest tokens of sequences, and draft tokens."""
     step = Step([Chunk(sequence, len(sequence.tokens) - 1, 1, True) for sequence in sequences])
@@ -91,16 +113,12 @@ def test_the_batch_in_tokens_is_a_steps_batch(seed: int) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"presence_penalty": 0.5}])
 @pytest.mark.parametrize(("drafts", "fits"), [([7, 8], True), ([7, 8, 9], True), ([7, 8, 9, 10], False)])
-def test_a_step_with_draft_tokens_is_computed_once(drafts: list[int], fits: bool, options: dict[str, Any]) -> None:
+def test_a_step_with_draft_tokens_is_computed_once(
+    drafts: list[int], fits: bool, options: dict[str, Any], plain: ModelRunner
+) -> None:
     """Also a step of more tokens than the largest graph, which the model's own code computes."""
-    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
-    plain = build_runner(tiny_model("llama"), config)
-    graphs = UncapturedGraphs(plain._paged)
-    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs))
-    sequence = make_sequence(6, **options)
-    sequence.tables = BlockTables(1, 8)
-    sequence.row = sequence.tables.take([0, 1, 2])
-    plain.execute(Step([Chunk(sequence, 0, 5, False)]))
+    runner, graphs = with_graphs(plain)
+    sequence = prefilled(plain, **options)
     step = drafted([sequence], {sequence.request_id: drafts})
     expected = plain.execute(step)
     launched = runner.execute_async(step, None)
@@ -110,13 +128,10 @@ def test_a_step_with_draft_tokens_is_computed_once(drafts: list[int], fits: bool
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_draft_tokens_that_only_the_device_knows_are_those_of_their_sequences(fits: bool) -> None:
+def test_draft_tokens_that_only_the_device_knows_are_those_of_their_sequences(fits: bool, plain: ModelRunner) -> None:
     """Of three sequences the first has none, the second one, the third two, or three, which no graph can take."""
-    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
-    plain = build_runner(tiny_model("llama"), config)
-    graphs = UncapturedGraphs(plain._paged)
+    runner, graphs = with_graphs(plain)
     graphs._largest = 6
-    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs))
     tables = BlockTables(3, 8)
     sequences = [make_sequence(length, request_id=f"r{length}") for length in (4, 5, 6)]
     for number, sequence in enumerate(sequences):
@@ -161,17 +176,11 @@ class OtherRank:
 
 @pytest.mark.parametrize("unread", [False, True])
 @pytest.mark.parametrize("fits", [True, False])
-def test_other_ranks_verify_draft_tokens_by_the_same_graphs(unread: bool, fits: bool) -> None:
+def test_other_ranks_verify_draft_tokens_by_the_same_graphs(unread: bool, fits: bool, plain: ModelRunner) -> None:
     """Also those that only this rank's device knows: they are read before the others get the step."""
-    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
-    plain = build_runner(tiny_model("llama"), config)
-    graphs, others = UncapturedGraphs(plain._paged), UncapturedGraphs(plain._paged)
-    other = OtherRank(ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=others)))
-    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), workers=other)
-    sequence = make_sequence(6)
-    sequence.tables = BlockTables(1, 8)
-    sequence.row = sequence.tables.take([0, 1, 2])
-    plain.execute(Step([Chunk(sequence, 0, 5, False)]))
+    worker, others = with_graphs(plain)
+    runner, graphs = with_graphs(plain, other := OtherRank(worker))
+    sequence = prefilled(plain)
     drafts = [7, 8, 9] if fits else [7, 8, 9, 10]
     expected = plain.execute(drafted([sequence], {sequence.request_id: drafts}))
     step = drafted([sequence], {sequence.request_id: [PLACEHOLDER] * len(drafts) if unread else drafts})
@@ -183,14 +192,11 @@ def test_other_ranks_verify_draft_tokens_by_the_same_graphs(unread: bool, fits: 
     assert not other.is_waited_for
 
 
-def test_a_rank_that_fails_while_others_verify_draft_tokens_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
-    plain = build_runner(tiny_model("llama"), config)
-    graphs = UncapturedGraphs(plain._paged)
-    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), workers=OtherRank(plain))
-    sequence = make_sequence(6)
-    sequence.tables = BlockTables(1, 8)
-    sequence.row = sequence.tables.take([0, 1, 2])
+def test_a_rank_that_fails_while_others_verify_draft_tokens_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch, plain: ModelRunner
+) -> None:
+    runner, graphs = with_graphs(plain, OtherRank(plain))
+    sequence = prefilled(plain)
 
     def broken(*_: object) -> ModelOutput:
         raise RuntimeError("no graph")

@@ -28,6 +28,7 @@ from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import VOCABULARY, tiny_model
 from tests.engine.speculation.test_speculator import started
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
 CHEAP = StepCosts({size: 1 + size / 1000 for size in range(1, 33)})
 
 
@@ -48,6 +49,12 @@ def make_engine(model: Any, draft: Any, costs: StepCosts = CHEAP, **changes: Any
     return engine, speculator
 
 
+def plain_engine(model: Any) -> Engine:
+    """An engine without speculation."""
+    config = EngineConfig(kv_cache_bytes=2**21, enforce_eager=True)
+    return Engine(build_runner(copy.deepcopy(model), config), config)
+
+
 def followed(speculator: DraftSpeculator, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
     """Places at which the draft model begins, and numbers of tokens that it computes, for each time that it catches up."""
     found: list[list[tuple[int, int]]] = []
@@ -64,9 +71,7 @@ def followed(speculator: DraftSpeculator, monkeypatch: pytest.MonkeyPatch) -> li
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 def test_a_model_that_drafts_for_itself_is_always_right(family: str) -> None:
     model = tiny_model(family)
-    plain = Engine(
-        build_runner(copy.deepcopy(model), off := EngineConfig(kv_cache_bytes=2**21, enforce_eager=True)), off
-    )
+    plain = plain_engine(model)
     engine, _ = make_engine(model, model)
     options: list[dict[str, Any]] = [
         {},
@@ -90,9 +95,7 @@ def test_a_draft_model_of_another_shape_and_vocabulary(model: Any) -> None:
     asked = [
         make_request(list(range(VOCABULARY - 30, VOCABULARY)), max_tokens=30, temperature=t, seed=1) for t in (0, 1.5)
     ]
-    plain = Engine(
-        build_runner(copy.deepcopy(model), off := EngineConfig(kv_cache_bytes=2**21, enforce_eager=True)), off
-    )
+    plain = plain_engine(model)
     expected = run_together(plain, *asked)
     for draft in (small, large):
         engine, _ = make_engine(model, draft)
@@ -122,9 +125,7 @@ def test_a_prompt_is_caught_up_with_in_chunks_and_found_in_the_prefix_cache(
 def test_a_preempted_sequence_is_drafted_anew(model: Any) -> None:
     engine, _ = make_engine(model, model, kv_cache_bytes=2 * 768 * 4 * 25, max_model_len=90)
     asked = [make_request([5 + i, *range(3, 30)], max_tokens=40, ignore_eos=True) for i in range(4)]
-    plain = Engine(
-        build_runner(copy.deepcopy(model), off := EngineConfig(kv_cache_bytes=2**21, enforce_eager=True)), off
-    )
+    plain = plain_engine(model)
     expected, got = run_together(plain, *asked), run_together(engine, *asked)
     assert [tokens(got[r.request_id]) for r in asked] == [tokens(expected[r.request_id]) for r in asked]
     stats = engine.stats()

@@ -1,13 +1,14 @@
-"""transformers' own image processor of LFM2-VL: python -m tests.images.lfm2_vl_oracle FOLDERS.
+"""transformers' own image processors that need torchvision: python -m tests.images.torchvision_oracle FOLDERS.
 
-A folder has preprocessor_config.json and images, *.png, for each of which a file *.npz is written. The processor needs
-torchvision, of which it scales and normalizes images by two functions. This process has others in their place, which torch
-computes as torchvision does.
+A folder has preprocessor_config.json and images, *.png, for each of which a file *.npz is written. The processors scale and
+normalize images by two functions of torchvision. This process has others in their place, which torch computes as torchvision
+does.
 """
 
 from __future__ import annotations
 
 import enum
+import importlib
 import json
 import sys
 from importlib.machinery import ModuleSpec
@@ -23,6 +24,11 @@ TOKENS = {
     "image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>",
     "image_thumbnail_token": "<|img_thumbnail|>",
 }  # fmt: skip
+_MODULES = {
+    "Lfm2VlImageProcessor": "lfm2_vl",
+    "Gemma4UnifiedImageProcessor": "gemma4_unified",
+    "MuseGlimmerImageProcessor": "muse_glimmer",
+}
 _COUNTING = ("_get_image_num_tokens", "_build_image_tokens", "_compute_tokens_per_tile", "_compute_tokens_for_image")
 
 
@@ -63,16 +69,20 @@ def _put_functions() -> None:
 
 def main() -> None:
     _put_functions()
-    from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
     from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
     for folder in map(Path, sys.argv[1:]):
         settings = json.loads((folder / "preprocessor_config.json").read_text())
-        processor = Lfm2VlImageProcessor(**settings)
+        own = settings.pop("image_processor_type")
+        module = importlib.import_module(f"transformers.models.{_MODULES[own]}.image_processing_{_MODULES[own]}")
+        processor = getattr(module, own)(**settings)
         layout: Any = SimpleNamespace(**TOKENS, image_processor=processor)
         for name in _COUNTING:
             setattr(layout, name, getattr(Lfm2VlProcessor, name).__get__(layout))
         for file in folder.glob("*.png"):
+            if own != "Lfm2VlImageProcessor":
+                np.savez(file.with_suffix(".npz"), **processor([Image.open(file)], return_tensors="np"))
+                continue
             found = processor([Image.open(file)], return_row_col_info=True, return_tensors="pt")
             text = Lfm2VlProcessor.replace_image_token(layout, found, 0, use_image_special_tokens=True, **settings)
             tensors = {name: found[name].numpy() for name in ("pixel_values", "pixel_attention_mask", "spatial_shapes")}
