@@ -95,14 +95,14 @@ class HostRunner:
         return [Sampled(7) for _ in step.sampled]
 
     def execute_async(self, step: Step, previous: PendingStep | None) -> PendingStep | None:
-        """Do the host's part of GraphSet.run(); see CudaBackend.host_layout()."""
+        """Do the host's part of GraphSet.run(); see CudaBackend.plan_decode_graph()."""
         if not step.samples_each:
             return None
         with self.timed("batch"):
             self.batch = batch_of(step_input(step), self.block_size)
         with self.timed("layout"):
             spans = self.batch.spans
-            self.tables.pinned_new(spans)
+            self.tables.update(spans)
             self.layouts.of(spans.ends, spans.rows, ROOMS.of(len(spans), False))
         return PendingStep(step, torch.full((2, step.size), 7.0))
 

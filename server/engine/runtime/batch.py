@@ -152,9 +152,31 @@ class Batch:
 
 def to_device(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """numbers on a device; the host does not wait for it."""
+    return pinned(numbers, device).to(device, non_blocking=True)
+
+
+def pinned(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """numbers in pinned memory for a GPU: from other memory a copy to it would wait for the step that is running."""
     tensor = torch.from_numpy(numbers)
-    # From other than pinned memory a transfer would wait for the step that is running.
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+class ToHost:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy, self._done = tensor, None
+        if tensor.is_cuda:
+            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def wait(self) -> torch.Tensor:
+        """The tensor in host memory, once it is there."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copy
 
 
 def token_batch(step: Step, block_size: int) -> Batch:

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, GraphBackend, HostLayout
+from nf4_kernels.cuda.device_clock import DeviceClock
+from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs.graph_set import Form, GraphSet, Tokens, _Graph
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool
 from server.engine.runtime.paged_model import PagedModel
-from server.engine.runtime.sampling.sampler import ModelOutput
+from server.engine.runtime.sampling.sampler import LaunchedSample, ModelOutput
 from server.engine.runtime.speculation.draft_model import DraftGraphs, DraftModel
-from server.engine.runtime.transfers.host_results import Posted, _Turn
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.sequence import PLACEHOLDER
 from tests.engine.factories import make_sequence
@@ -28,28 +28,12 @@ VOCABULARY, SCRATCH = 50, 999
 
 
 class PoolOnHost(GraphPool):
-    """A pool whose device is the host; done says what happened in which order."""
+    """A pool whose device is the host."""
 
     def __init__(self) -> None:
-        self.done: list[str] = []
-        self.turns: list[int] = []
         self.replays = 0
         self._scratch_slot = SCRATCH
         self._padding = np.array([[0], [0], [SCRATCH]])
-        self._pinned = {
-            size: [(tensor := torch.full((4, size), -5), tensor.numpy()) for _ in range(PLANS_AHEAD)]
-            for size in (2, 4, 8)
-        }
-        self._replaying = cast(torch.cuda.Stream, None)
-        self._turn = 0
-        self._planned = [cast(torch.cuda.Event, self._event(turn)) for turn in range(PLANS_AHEAD)]
-
-    def _event(self, turn: int) -> SimpleNamespace:
-        def note(what: str) -> None:
-            self.done.append(what)
-            self.turns.append(turn)
-
-        return SimpleNamespace(synchronize=lambda: note("waited"), record=lambda _stream: note("recorded"))
 
 
 class Replayed(CapturedStep):
@@ -80,11 +64,10 @@ def make_graphs(*sizes: int) -> tuple[GraphSet, PoolOnHost, list[int]]:
     pool, graphs = PoolOnHost(), GraphSet.__new__(GraphSet)
 
     def plan(spans: Spans, size: int, shared: bool) -> None:
-        assert pool.done[-1] == "waited"
         planned.append(len(spans))
 
     attributes: dict[str, Any] = {
-        "_backend": cast(GraphBackend, SimpleNamespace(host_layout=plan)),
+        "_backend": cast(GraphBackend, SimpleNamespace(plan_decode_graph=plan)),
         "_graphs": {},
         "_adapted": {},
         "tokens": Tokens.NEWEST,
@@ -114,9 +97,7 @@ def test_a_graph_computes_the_batch_whatever_steps_ran_before(counts: tuple[int,
     graphs, pool, planned = make_graphs(2, 4, 8)
     for number, count in enumerate(counts):
         batch = make_batch([(13 * number + 5 * row) % VOCABULARY for row in range(count)])
-        pool.done.clear()
         logits = graphs.run(batch).logits
-        assert pool.done == ["waited", "recorded"]
         assert logits.shape == (count, VOCABULARY)
         assert torch.equal(logits.argmax(-1), expected(batch.ids, batch.positions, batch.slots))
         assert planned[-1] == count
@@ -143,14 +124,6 @@ def test_tokens_of_the_step_before_take_the_places_of_unknown_ones(source: list[
     assert batch.ids.tolist() == [PLACEHOLDER, 9, PLACEHOLDER]
 
 
-def test_the_copies_of_a_few_steps_may_be_under_way() -> None:
-    graphs, pool, _ = make_graphs(2, 4)
-    for number in range(2 * PLANS_AHEAD):
-        graphs.run(make_batch([number, number + 1, number + 2][: 1 + number % 3]))
-    # Each step waits for the copies of the step that took the same memory, and records its own.
-    assert pool.turns[::2] == pool.turns[1::2] == [*range(1, PLANS_AHEAD), 0] * 2
-
-
 @pytest.mark.parametrize("advances", [True, False])
 def test_draft_tokens_outlive_the_replays_behind_them(advances: bool) -> None:
     graphs, _, _ = make_graphs(2, 4)
@@ -162,7 +135,9 @@ def test_draft_tokens_outlive_the_replays_behind_them(advances: bool) -> None:
             inputs[1:, :count] += 1
         return advances
 
-    graphs._backend = cast(GraphBackend, SimpleNamespace(host_layout=lambda *_: None, advance_decode_graph=advance))
+    graphs._backend = cast(
+        GraphBackend, SimpleNamespace(plan_decode_graph=lambda *_: None, advance_decode_graph=advance)
+    )
     paged = SimpleNamespace(block_size=64, vocab_size=VOCABULARY)
     draft = DraftModel(cast(PagedModel, paged), VOCABULARY, 99, DraftGraphs(graphs, None))
     tables, sequences = BlockTables(3, 4), []
@@ -183,31 +158,31 @@ def test_draft_tokens_outlive_the_replays_behind_them(advances: bool) -> None:
         assert drafts[sequence.request_id] == found
 
 
-def test_a_steps_layout_is_written_with_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs, _, _ = make_graphs(2)
-    numbers, tables, forgotten = torch.zeros(6, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32), []
-    pinned, new = torch.arange(1, 9, dtype=torch.int32), torch.tensor([[4, 1, 0], [60, 61, 62]])
-    layout = HostLayout(numbers, pinned, 4, tables, new, 2, lambda: forgotten.append(True))
-    graphs._backend = cast(GraphBackend, SimpleNamespace(host_layout=lambda *_: layout))
-    batch = make_batch([3, 4])
-    assert torch.equal(graphs.run(batch).logits.argmax(-1), expected(batch.ids, batch.positions, batch.slots))
-    assert numbers.tolist() == [1, 2, 3, 4, 0, 0]
-    assert tables.tolist() == [[0, 61, 0], [0, 60, 0]]
-    assert not forgotten
-
-    def fails(_: HostLayout) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(HostLayout, "write", fails)
-    with pytest.raises(MemoryError):
-        graphs.run(batch)
-    # What is new in the tables has not been written, and does not count as such.
-    assert forgotten
+def test_a_clocks_totals_come_with_the_tokens() -> None:
+    totals = torch.tensor([[2**62 + 1, -1, 5], [3, 2**31, 0x7FA00000]])
+    noted: list[torch.Tensor] = []
+    clock = cast(DeviceClock, SimpleNamespace(totals=totals, note=noted.append))
+    sequences = [make_sequence(3), make_sequence(4), make_sequence(5)]
+    best, tokens = torch.tensor([1.0, torch.nan, 2.0]), torch.tensor([2**24 - 1, 3, 0])
+    results = LaunchedSample(sequences, best, tokens, {2: "no"}, clock).read()
+    assert [(result.token, result.error) for result in results] == [
+        (2**24 - 1, None),
+        (0, "the model's logits are not numbers"),
+        (0, "no"),
+    ]
+    assert [own.tolist() for own in noted] == [totals.tolist()]
 
 
-def test_results_are_not_read_when_another_step_has_their_memory() -> None:
-    event = cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: None))
-    turn = _Turn(torch.tensor([1.0, 2.0]), None, event, 3)
-    assert Posted(torch.tensor([2]), turn.numbers, event, None, None, turn, 3).wait().tolist() == [1.0, 2.0]
-    with pytest.raises(RuntimeError, match="another step"):
-        Posted(torch.tensor([2]), turn.numbers, event, None, None, turn, 2).wait()
+@pytest.mark.gpu
+def test_results_of_many_steps_reach_the_host_in_order() -> None:
+    launched: list[LaunchedSample] = []
+    best, tokens = torch.zeros(600, device="cuda"), torch.zeros(600, dtype=torch.int64, device="cuda")
+    for step in range(40):
+        count = 1 + step * 97 % 600
+        tokens.fill_(step)
+        best.fill_(-step)
+        launched.append(LaunchedSample([make_sequence(1)] * count, best[:count], tokens[:count], {}))
+        if step:
+            # The step before is read after the launch of this one.
+            assert {result.token for result in launched[-2].read()} == {step - 1}
+            assert set(launched[-2].tokens.tolist()) == {step - 1}

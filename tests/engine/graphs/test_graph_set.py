@@ -16,7 +16,7 @@ import torch
 
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
-from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, GraphBackend
+from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs import graph_set
 from server.engine.runtime.graphs.graph_set import Form, GraphSet, Tokens, chunk_sizes
@@ -47,9 +47,6 @@ class Pool(PoolOnHost):
     """Its captures compute again what was captured."""
 
     def new_inputs(self, size: int) -> torch.Tensor:
-        self._pinned[size] = [
-            (tensor := torch.zeros(4, size, dtype=torch.int64), tensor.numpy()) for _ in range(PLANS_AHEAD)
-        ]
         inputs = torch.zeros(3, size, dtype=torch.int64)
         inputs[2] = self._scratch_slot
         return inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,6 @@ ROTARY_FROM = 8
 With fewer sequences a kernel of its own for them takes less time than the start of the attention's launch, which that
 kernel hides (docs/adr/0011-decode-attention.md).
 """
-PLANS_AHEAD = 4
-"""Steps of graphs that may be laid out before the copies of the first of these layouts to the device are over."""
 
 
 @dataclass(frozen=True)
@@ -32,31 +30,6 @@ class DecodeForm:
     """Whether it normalises queries and keys in front of them."""
     tile: int
     """Tokens of a tile of the result; 0: the result is not tiled."""
-
-
-@dataclass(frozen=True)
-class HostLayout:
-    """A decode step's layout in pinned memory, and where it goes on the device."""
-
-    numbers: torch.Tensor
-    """int32, on the device: pinned's first `count` numbers go there."""
-    pinned: torch.Tensor
-    count: int
-    tables: torch.Tensor
-    """int32, on the device: block tables."""
-    new: torch.Tensor
-    """int64 [2, any], pinned: in its first `changed` columns places in the flat tables, and the blocks that go there."""
-    changed: int
-    forget: Callable[[], None] = lambda: None
-    """To be called where it could not be written: what is new in the tables counts as written."""
-
-    def write(self) -> None:
-        """Copy it to the device."""
-        self.numbers[: self.count].copy_(self.pinned[: self.count], non_blocking=True)
-        if self.changed:
-            # A row at a time, since copies of what is not contiguous would wait for the device.
-            places, blocks = (row[: self.changed].to(self.tables.device, non_blocking=True) for row in self.new)
-            self.tables.view(-1).index_copy_(0, places, blocks.int())
 
 
 class GraphBackend(AttentionBackend):
@@ -86,17 +59,8 @@ class GraphBackend(AttentionBackend):
         """Lay out a step of one-token sequences for the graph of size sequences; those beyond spans are padding.
 
         shared: as the graph was captured. Where it is, spans may be tokens of one sequence, one after another, side by side
-        and in the same row of the block tables. The copies to the device of the plan that is PLANS_AHEAD plans old must be
-        over.
+        and in the same row of the block tables.
         """
-
-    def host_layout(self, spans: Spans, size: int, shared: bool = False) -> HostLayout | None:
-        """Do as plan_decode_graph() does, but leave it to the caller to write the layout to the device, at once.
-
-        None: plan_decode_graph() has done it.
-        """
-        self.plan_decode_graph(spans, size, shared)
-        return None
 
     def advance_decode_graph(self, inputs: torch.Tensor, tokens: torch.Tensor) -> bool:
         """Lay out the step behind the one that has been laid out last, in which the host plays no part but to launch.

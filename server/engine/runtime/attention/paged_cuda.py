@@ -20,7 +20,7 @@ from server.engine.runtime.attention.flashinfer.prefill import (
     is_plain,
     load_in_background,
 )
-from server.engine.runtime.attention.graph_backend import ROTARY_FROM, DecodeForm, GraphBackend, HostLayout
+from server.engine.runtime.attention.graph_backend import ROTARY_FROM, DecodeForm, GraphBackend
 from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
 from server.engine.runtime.attention.kernels.decode.compiled_kernel import can_attend
@@ -191,9 +191,6 @@ class CudaBackend(GraphBackend):
             wrong = disagreement(decode, self, self._cache[layer].data, layer, kind, norms)
             if wrong is not None:
                 raise ValueError(wrong)
-
-    def host_layout(self, spans: Spans, size: int, shared: bool = False) -> HostLayout | None:
-        return self._decode_for(size, 1).host_layout(spans, size, shared)
 
     def plan_decode_graph(self, spans: Spans, size: int, shared: bool = False) -> None:
         self._decode_for(size, 1).plan(spans, size, shared)

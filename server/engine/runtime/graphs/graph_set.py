@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.calls import attending
-from server.engine.runtime.attention.graph_backend import GraphBackend, HostLayout
+from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.batch import Batch, Span, Spans, to_device
 from server.engine.runtime.graphs.cuts import cut_layers
 from server.engine.runtime.graphs.invariant import in_groups
@@ -221,13 +221,13 @@ class GraphSet:
         self.pool.fill(graph.inputs, plan, (batch.ids, batch.positions, batch.slots), newest, source)
         return graph
 
-    def _plan(self, spans: Spans, form: Form) -> HostLayout | None:
-        """Lay out a step, as GraphBackend.host_layout() does, and its states."""
+    def _plan(self, spans: Spans, form: Form) -> None:
+        """Lay out a step and its states."""
         self._plan_states(spans, form)
         if self.tokens is Tokens.CHUNKS:
             self._backend.plan_mixed_graph(spans, form.size, self._sequences(form))
-            return None
-        return self._backend.host_layout(spans, form.size, self.tokens is Tokens.DRAFTED)
+        else:
+            self._backend.plan_decode_graph(spans, form.size, self.tokens is Tokens.DRAFTED)
 
     def _plan_states(self, spans: Spans, form: Form) -> None:
         if self._states is None:
@@ -239,7 +239,6 @@ class GraphSet:
 
     def _plan_capture(self, form: Form) -> Any:
         """Lay out the step that is captured: padding, or a chunk of padding; the backend's plan of chunks."""
-        # The capture before has waited for the device, and so for the copies of the plan before.
         size = form.size
         self._plan_states(Spans.of([]), form)
         if self.tokens is Tokens.CHUNKS:

@@ -7,12 +7,10 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, HostLayout
+from server.engine.runtime.batch import pinned, to_device
 from server.engine.runtime.exchange import is_alone
-from server.engine.runtime.transfers.kernels_in_use import has_step_kernels
 from server.engine.scheduling.sequence import PLACEHOLDER
 
 _Results = TypeVar("_Results")
@@ -43,13 +41,6 @@ class GraphPool:
         self._device = device
         self._scratch_slot = scratch_slot
         self._padding = np.array([[0], [0], [scratch_slot]])
-        # By size, pinned memory from which inputs are copied, as a tensor and as an array: as many as there are events,
-        # which are taken in turn, so that a step can be laid out before the copies of the one before are over.
-        self._pinned: dict[int, list[tuple[torch.Tensor, npt.NDArray[np.int64]]]] = {}
-        self._planned = [torch.cuda.Event() for _ in range(PLANS_AHEAD)]
-        self._turn = 0
-        # Finding the current stream takes Python some microseconds, which the device waits for.
-        self._replaying = torch.cuda.current_stream(device)
         self.replays = 0
         # All captures share one stream, because cuBLAS keeps 32 MiB for each stream it has seen.
         self._stream = torch.cuda.Stream(device)
@@ -62,15 +53,12 @@ class GraphPool:
         """The inputs of a graph, all padding."""
         inputs = torch.zeros(3, size, dtype=torch.int64, device=self._device)
         inputs[2] = self._scratch_slot
-        if size not in self._pinned:
-            tensors = [torch.empty(4, size, dtype=torch.int64, pin_memory=True) for _ in self._planned]
-            self._pinned[size] = [(tensor, tensor.numpy()) for tensor in tensors]
         return inputs
 
     def fill(
         self,
         inputs: torch.Tensor,
-        plan: Callable[[], HostLayout | None],
+        plan: Callable[[], None],
         values: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         newest: torch.Tensor | None = None,
         source: list[int] | None = None,
@@ -80,43 +68,22 @@ class GraphPool:
         values are in host memory. newest: int64 on the device, the tokens of the step launched before, which take the places
         of PLACEHOLDER in the ids; source: which of newest is for each of the ids; None: those in the same places.
         """
-        # The plan's host memory and ours may be written again only when their copies to the device are over.
-        turn = self._turn = (self._turn + 1) % len(self._planned)
-        self._planned[turn].synchronize()
         count = len(values[0])
-        pinned, numbers = self._pinned[inputs.shape[1]][turn]
-        for row, own in zip(numbers[:3], values, strict=True):
+        numbers = np.empty(inputs.shape, np.int64)
+        for row, own in zip(numbers, values, strict=True):
             row[:count] = own.numpy()
-        # What is left of another step may be no token of this model.
-        numbers[:3, count:] = self._padding
-        if newest is not None:
-            numbers[3, :count] = np.arange(count) if source is None else source
-        # Last, because what is new in block tables counts as written then.
-        layout = plan()
-        try:
-            self._write(inputs, pinned, newest, layout)
-        except Exception:
-            if layout is not None:
-                layout.forget()
-            raise
-        self._planned[turn].record(self._replaying)
-
-    def _write(
-        self, inputs: torch.Tensor, pinned: torch.Tensor, newest: torch.Tensor | None, layout: HostLayout | None
-    ) -> None:
-        if has_step_kernels(inputs):
-            # Triton is not installed without CUDA.
-            from server.engine.runtime.transfers.step_kernels import lay_out
-
-            lay_out(inputs, pinned, newest, PLACEHOLDER, layout)
+        numbers[:, count:] = self._padding
+        plan()
+        inputs.copy_(pinned(numbers, inputs.device), non_blocking=True)
+        if newest is None:
             return
-        if layout is not None:
-            layout.write()
-        given = pinned.to(inputs.device, non_blocking=True)
-        inputs.copy_(given[:3])
-        if newest is not None:
-            unknown = inputs[0] == PLACEHOLDER
-            torch.where(unknown, newest[given[3].clamp(0, len(newest) - 1)], inputs[0], out=inputs[0])
+        unknown = np.flatnonzero(numbers[0] == PLACEHOLDER)
+        if source is None and len(unknown) == count:
+            inputs[0, :count] = newest[:count]  # mostly
+        elif len(unknown):
+            of_newest = unknown if source is None else np.array(source)[unknown]
+            places, rows = to_device(np.stack((unknown, of_newest)), inputs.device)
+            inputs[0].index_copy_(0, places, newest.index_select(0, rows))
 
     def replay(self, captured: CapturedStep) -> None:
         """Replay a step whose inputs and layout are on the device."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -45,8 +44,7 @@ from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.ops import use_kernels
 from server.engine.runtime.tp_workers import TPWorkers
-from server.engine.runtime.transfers.kernels_in_use import use_step_kernels
-from server.engine.runtime.trials import side_by_side, summary
+from server.engine.runtime.trials import summary
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +80,7 @@ def build_runner(
     if device.type == "cpu":
         use_cpu_kernels(model)
     else:
-        _load_kernels(device, model.dtype, model.config.get_text_config().vocab_size)
+        use_kernels(device, model.dtype, model.config.get_text_config().vocab_size)
     adapters = install_adapters(model, config, sharded.parts if sharded else None)
     if sharded:
         exchange_outputs(model, sharded.parts, sharded.shard, sharded.norms)
@@ -145,9 +143,3 @@ def _capture_steps(
     verify = capture_verify(paged, backend, limits, sizes, decode, progress) if drafted else None
     mixed = None if config.batch_invariant else capture_mixed(paged, backend, limits, config, decode, progress)
     return StepGraphs(decode, mixed, verify, config.batch_invariant)
-
-
-def _load_kernels(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
-    """Try the kernels that sample tokens, and those that move results and inputs, side by side."""
-    sampling = partial(use_kernels, device, dtype, vocabulary)
-    side_by_side([sampling, partial(use_step_kernels, device)], device)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from nf4_kernels.cuda.device_clock import DeviceClock
+from server.engine.runtime.batch import ToHost
 from server.engine.runtime.sampling.grammar_masks import MaskBuffer, is_permitted, permitted_by_masks
 from server.engine.runtime.sampling.ops import largest_of_rows, ops_on, sample_by_table
 from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.sampling.step_plan import AdjustedRows, BoundRows, ScoredRows, StepPlan
-from server.engine.runtime.transfers.host_results import HostResults, Posted
 from server.engine.scheduling.sequence import SamplingNeeds, Sequence
 from server.types import TokenLogprob
 
@@ -50,41 +50,47 @@ class ModelOutput:
 class LaunchedSample:
     """Tokens that are being sampled."""
 
-    def __init__(self, sequences: list[Sequence], posted: Posted, errors: dict[int, str]) -> None:
-        """posted: the tokens and the largest logits. errors: by row, why a sequence gets no token."""
-        self._sequences = sequences
-        self._posted = posted
-        self._errors = errors
-        self._scored: ScoredRows | None = None
-        self._numbers = torch.empty(0)
-        self._copied: torch.cuda.Event | None = None
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        best: torch.Tensor,
+        tokens: torch.Tensor,
+        errors: dict[int, str],
+        clock: DeviceClock | None = None,
+    ) -> None:
+        """best: float32 [S], the largest logits; it and tokens may be overwritten by what is launched after this.
 
-    @property
-    def tokens(self) -> torch.Tensor:
+        errors: by row, why a sequence gets no token. clock: notes its totals, which come with the tokens.
+        """
+        self._sequences = sequences
+        self.tokens = tokens.clone()
         """int64 [S] on the device."""
-        return self._posted.tokens
+        # One copy for all: tokens are exact in float32, and of the totals it has the bits.
+        totals = () if clock is None else (clock.totals.flatten().view(torch.float32),)
+        self._numbers = ToHost(torch.cat((best.float(), self.tokens.float(), *totals)))
+        self._errors = errors
+        self._clock = clock
+        self._scored: ScoredRows | None = None
+        self._logprobs: ToHost | None = None
 
     def add_logprobs(self, scored: ScoredRows, logits: torch.Tensor) -> None:
         """Have log-probabilities read, too: those of logits float32 [W, vocabulary]."""
         values = logits.log_softmax(-1)
         chosen = values.gather(1, self.tokens.index_select(0, scored.rows_on_device).unsqueeze(1))
         top = values.topk(scored.max_logprobs, dim=-1)
-        packed = torch.cat((chosen, top.values, top.indices.float()), dim=1)
-        self._scored, self._numbers = scored, packed
-        if packed.is_cuda:
-            self._numbers = torch.empty(packed.shape, dtype=torch.float32, pin_memory=True)
-            self._numbers.copy_(packed, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._scored = scored
+        self._logprobs = ToHost(torch.cat((chosen, top.values, top.indices.float()), dim=1))
 
     def read(self) -> list[Sampled]:
         """Wait for the tokens: one result for each sequence."""
-        numbers, count = self._posted.wait().numpy(), len(self._sequences)
-        tokens = numbers[count:].astype(np.int64).tolist()
-        errors, finite = self._errors, np.isfinite(numbers[:count])
+        best, found, totals = np.split(self._numbers.wait().numpy(), [len(self.tokens), 2 * len(self.tokens)])
+        if self._clock is not None:
+            self._clock.note(torch.from_numpy(totals).view(torch.int64).view(self._clock.totals.shape))
+        tokens = found.astype(np.int64).tolist()
+        errors, finite = self._errors, np.isfinite(best)
         if not finite.all():
             errors = dict.fromkeys(np.flatnonzero(~finite).tolist(), "the model's logits are not numbers") | errors
-        logprobs = self._logprobs(tokens)
+        logprobs = self._read_logprobs(tokens)
         if not errors and not logprobs:
             return [Sampled(token) for token in tokens]
         return [
@@ -92,13 +98,11 @@ class LaunchedSample:
             for row, token in enumerate(tokens)
         ]
 
-    def _logprobs(self, tokens: list[int]) -> dict[int, TokenLogprob]:
+    def _read_logprobs(self, tokens: list[int]) -> dict[int, TokenLogprob]:
         scored, found = self._scored, dict[int, TokenLogprob]()
-        if scored is None:
+        if scored is None or self._logprobs is None:
             return found
-        if self._copied is not None:
-            self._copied.synchronize()
-        chosen, values, ids = np.split(self._numbers.numpy(), [1, 1 + scored.max_logprobs], axis=1)
+        chosen, values, ids = np.split(self._logprobs.wait().numpy(), [1, 1 + scored.max_logprobs], axis=1)
         columns = zip(scored.rows, chosen[:, 0].tolist(), values.tolist(), ids.astype(np.int64).tolist(), strict=True)
         for row, logprob, top_values, top_ids in columns:
             wanted = self._sequences[row].sampling.logprobs or 0
@@ -118,7 +122,7 @@ class Sampler:
         """clock: the device's, where it times the kernels; it notes its totals with each step's tokens."""
         self._vocabulary = vocabulary
         self._device = device
-        self._results = HostResults(clock)
+        self._clock = clock
         self._masks = MaskBuffer(vocabulary, device)
         self._table: PenaltyTable | None = None
         self._plan: StepPlan | None = None
@@ -146,7 +150,7 @@ class Sampler:
             else:
                 best = best.index_copy(0, adjusted.rows_on_device, own_best)
                 tokens = tokens.index_copy(0, adjusted.rows_on_device, own_tokens)
-        launched = LaunchedSample(plan.sequences, self._results.post(best, tokens), errors)
+        launched = LaunchedSample(plan.sequences, best, tokens, errors, self._clock)
         if plan.scored is not None:
             scored = output.logits.index_select(0, plan.scored.raw).float()
             if adjusted is not None:

@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from server.engine.runtime.batch import ToHost
 from server.engine.scheduling.sequence import Sequence
 from server.engine.scheduling.step import Drafts, Step
 
@@ -20,12 +21,7 @@ class LaunchedDrafts:
         self._sequences = sequences
         self._lengths = [len(column) for column in columns]
         # Copied at once, so that they are on the host when the step that verifies them has ended.
-        self._copied, self._done = self.tokens, None
-        if self.tokens.is_cuda:
-            self._copied = torch.empty_like(self.tokens, device="cpu", pin_memory=True)
-            self._copied.copy_(self.tokens, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
+        self._copied = ToHost(self.tokens)
 
     def source(self, step: Step) -> list[int]:
         """For each token of a step that decodes, the place in tokens of the draft token that it is, or 0."""
@@ -41,9 +37,7 @@ class LaunchedDrafts:
     def read(self) -> Drafts:
         """Wait for the draft tokens; a step may verify fewer of them."""
         found: list[list[int]] = [[] for _ in self._sequences]
-        if self._done is not None:
-            self._done.synchronize()
-        tokens = iter(self._copied.tolist())
+        tokens = iter(self._copied.wait().tolist())
         for length in self._lengths:
             for own in found[:length]:
                 own.append(next(tokens))

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from server.engine.runtime.attention.graph_backend import PLANS_AHEAD
-from server.engine.runtime.batch import Spans, to_device
+from server.engine.runtime.batch import Spans, pinned, to_device
 from server.engine.runtime.memory import pin
 from server.engine.runtime.states.kinds import LONG_CHUNK, StateKind
 
@@ -97,11 +96,8 @@ class StatePool:
         if num_host_snapshots:
             self._check_host()
         self._step: StateStep | None = None
-        # The slots of decode graphs, and pinned memory from which they are copied, taken in turn.
+        # The slots of decode graphs.
         self._graph_slots = torch.full((max_num_seqs,), PADDING, dtype=torch.int32, device=device)
-        self._pinned = [
-            torch.empty(max_num_seqs, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(PLANS_AHEAD)
-        ]
         self._planned = b""
         # Slots, bounds and has_state of graphs of chunks, which have one sequence more than run.
         self._graph_chunks = torch.zeros(3 * (max_num_seqs + 1) + 1, dtype=torch.int32, device=device)
@@ -147,7 +143,7 @@ class StatePool:
     def plan_decode_graph(self, spans: Spans, size: int) -> None:
         """Lay out a step of one-token sequences for the graph of `size` sequences; those beyond spans are padding.
 
-        The copies to the device of the plan that is PLANS_AHEAD plans old must be over. Raises StateError.
+        Raises StateError.
         """
         self._note(spans)
         for row in spans.rows[spans.starts == 0].tolist():
@@ -157,10 +153,7 @@ class StatePool:
         planned = slots.tobytes()
         if planned == self._planned:
             return
-        pinned = self._pinned.pop(0)
-        self._pinned.append(pinned)
-        pinned.numpy()[:size] = slots
-        self._graph_slots[:size].copy_(pinned[:size], non_blocking=True)
+        self._graph_slots[:size].copy_(pinned(slots, self.device), non_blocking=True)
         self._planned = planned
 
     def is_long(self, spans: Spans) -> bool:

@@ -6,12 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.runtime.attention.graph_backend import PLANS_AHEAD
 from server.engine.runtime.batch import Spans, to_device
 from server.engine.scheduling.block_tables import BlockTables
 
-# Of one step: the blocks of a sequence of 64 K tokens.
-_MOST_PINNED = 4096
 _NOTHING = np.zeros((2, 0), np.int64)
 
 
@@ -28,11 +25,6 @@ class DeviceTables:
         self._seen = b"", -1
         self._counts = np.zeros(rows, np.int64)
         self._holders = np.zeros(rows, np.int64)
-        # What is new, in pinned memory that is taken in turn, so that it need not wait for the copies of the step before.
-        self._pinned = [
-            torch.empty(2, _MOST_PINNED, dtype=torch.int64, pin_memory=device.type == "cuda")
-            for _ in range(PLANS_AHEAD)
-        ]
 
     def update(self, spans: Spans) -> None:
         """Make the rows of a step's sequences equal to their block tables, as far as the step needs them.
@@ -40,35 +32,15 @@ class DeviceTables:
         Nothing waits for the device: kernels launched earlier see the rows as they were, later ones as they are.
         """
         new = self.take_new(spans)
-        if new.shape[1]:
-            self._write(new)
-
-    def _write(self, new: npt.NDArray[np.int64]) -> None:
+        if not new.shape[1]:
+            return
         try:
             given = to_device(new, self.blocks.device)
             self.blocks.view(-1).index_copy_(0, given[0], given[1].int())
         except Exception:
-            self.forget()
+            # Nothing counts as copied.
+            self._source = None
             raise
-
-    def forget(self) -> None:
-        """Let nothing count as copied."""
-        self._source = None
-
-    def pinned_new(self, spans: Spans) -> tuple[torch.Tensor, int]:
-        """Do as update() does, but leave it to the caller to write what is new, at once.
-
-        Gives it in pinned memory, int64 [2, any], and how many columns it has; valid until PLANS_AHEAD calls later.
-        """
-        pinned = self._pinned.pop(0)
-        self._pinned.append(pinned)
-        new = self.take_new(spans)
-        count = new.shape[1]
-        if count > _MOST_PINNED:
-            self._write(new)
-            return pinned, 0
-        pinned.numpy()[:, :count] = new
-        return pinned, count
 
     def take_new(self, spans: Spans) -> npt.NDArray[np.int64]:
         """Take what the copy lacks: int64 [2, new], places in the flat copy and their blocks. It counts as copied then."""

@@ -17,14 +17,13 @@ import torch
 from nf4_kernels.cuda import decode_attention as kernel
 from nf4_kernels.cuda.decode_attention import Instance, Layout
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
-from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, HostLayout
 from server.engine.runtime.attention.kernels.decode.compiled_kernel import Rooms
 from server.engine.runtime.attention.kernels.decode.key_parts import SMALLEST_PART, Numbers, Room, split_keys
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
-from server.engine.runtime.batch import Spans
+from server.engine.runtime.batch import Spans, pinned
 
 HEADER = 8
 FIELDS = 8
@@ -184,8 +183,6 @@ class DecodeAttention:
         self._layouts = Layouts(windows)
         items = sequences + self._rooms.most_spare
         self._numbers = torch.zeros(HEADER + len(windows) * items * FIELDS, dtype=torch.int32, device=device)
-        # Taken in turn, so that a layout need not wait for the copies of the one before.
-        self._pinned = [torch.empty_like(self._numbers, device="cpu", pin_memory=True) for _ in range(PLANS_AHEAD)]
         self.tables = DeviceTables(sequences, max(most_blocks, TRIAL_BLOCKS), scratch_block, device)
         self._partials = Partials(
             items,
@@ -211,26 +208,11 @@ class DecodeAttention:
     def plan(self, spans: Spans, size: int, shared: bool = False) -> None:
         """Lay out a step for the graph of size sequences; those beyond spans are padding, a token each.
 
-        shared: as attend() was told. The copies of the plan that is PLANS_AHEAD plans old must be over.
+        shared: as attend() was told.
         """
-        layout = self.host_layout(spans, size, shared)
-        try:
-            layout.write()
-        except Exception:
-            layout.forget()
-            raise
-
-    def host_layout(self, spans: Spans, size: int, shared: bool = False) -> HostLayout:
-        """Do as plan() does, but leave it to the caller to write the layout to the device, at once."""
         lengths, rows = np.ones(size, np.int64), np.full(size, self.tables.padding_row)
         lengths[: len(spans)], rows[: len(spans)] = spans.ends, spans.rows
-        numbers = self._layouts.of(lengths, rows, self._rooms.of(size, shared))
-        count = len(numbers)
-        pinned = self._pinned.pop(0)
-        self._pinned.append(pinned)
-        pinned.numpy()[:count] = numbers
-        new = self.tables.pinned_new(spans)
-        return HostLayout(self._numbers, pinned, count, self.tables.blocks, *new, self.tables.forget)
+        self._put(self._layouts.of(lengths, rows, self._rooms.of(size, shared)), spans)
 
     def advance(self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int) -> bool:
         """Lay out the step behind the one that plan() or this has laid out, see GraphBackend.advance_decode_graph()."""
@@ -244,8 +226,10 @@ class DecodeAttention:
         """Lay out a step's first `singles` spans, one token each, for a launch that has room for `sequences` sequences."""
         rooms = self._rooms.of(sequences, False)
         numbers = layout(spans.ends[:singles], spans.rows[:singles], self._layouts.windows, rooms, sequences)
-        # A copy from memory that is not pinned would wait for the step that is running.
-        self._numbers[: len(numbers)].copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
+        self._put(numbers, spans)
+
+    def _put(self, numbers: npt.NDArray[np.int32], spans: Spans) -> None:
+        self._numbers[: len(numbers)].copy_(pinned(numbers, self._numbers.device), non_blocking=True)
         self.tables.update(spans)
 
     def attend(

@@ -1,1 +1,0 @@
-"""Transfers between the host and the device between two steps."""
