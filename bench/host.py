@@ -28,7 +28,7 @@ from nf4_kernels.timing import KernelTimes
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.attention.flashinfer.page_tables import page_tables
-from server.engine.runtime.attention.kernels.decode.attention import Layouts
+from server.engine.runtime.attention.kernels.decode.attention import layout
 from server.engine.runtime.attention.kernels.decode.compiled_kernel import Rooms
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.batch import Batch, batch_of
@@ -73,7 +73,6 @@ class HostRunner:
     def __post_init__(self) -> None:
         self.memory = MemoryGauge(self.device)
         self.tables = DeviceTables(self.sequences, -(-self.limits.max_model_len // self.block_size), 0, self.device)
-        self.layouts = Layouts([None])
         self.batch: Batch | None = None
         """The batch of the latest step."""
 
@@ -103,7 +102,7 @@ class HostRunner:
         with self.timed("layout"):
             spans = self.batch.spans
             self.tables.update(spans)
-            self.layouts.of(spans.ends, spans.rows, ROOMS.of(len(spans), False))
+            layout(spans.ends, spans.rows, [None], ROOMS.of(len(spans), False))
         return PendingStep(step, torch.full((2, step.size), 7.0))
 
 

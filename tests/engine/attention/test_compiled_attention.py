@@ -14,7 +14,7 @@ from nf4_kernels.cuda import decode_attention as kernel
 from nf4_kernels.cuda.decode_attention import MOST_PARTS, Instance, can_attend, decode_attention, instance_for
 from nf4_kernels.reference import untile_activations
 from server.engine.runtime.attention.base import AttentionOptions
-from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention, Layouts
+from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
 from server.engine.runtime.attention.kernels.decode.compiled_kernel import Rooms
 from server.engine.runtime.attention.kernels.decode.key_parts import Room, split_keys
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
@@ -88,17 +88,6 @@ def test_no_sequence_has_more_parts_than_the_kernel_reduces(kv_heads: int) -> No
             unbounded = max(unbounded, int(split_keys(lengths, wide, None).parts.max()))
     assert most <= MOST_PARTS
     assert (unbounded > MOST_PARTS) == (kv_heads < 8)
-
-
-def test_layouts_of_one_size_and_two_rooms_are_kept_apart() -> None:
-    layouts = Layouts([None])
-    lengths, rows = torch.full((4,), 4000).numpy(), torch.arange(4).numpy()
-    wide = layouts.of(lengths, rows, [Room(66, 66)]).copy()
-    narrow = layouts.of(lengths, rows, [Room(16, 17)]).copy()
-    assert wide[0] == 64
-    assert narrow[0] == 16
-    assert (layouts.of(lengths, rows, [Room(66, 66)]) == wide).all()
-    assert (layouts.of(lengths, rows, [Room(16, 17)]) == narrow).all()
 
 
 def test_other_devices_and_caches_are_not_for_the_kernel() -> None:

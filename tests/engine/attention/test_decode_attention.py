@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.runtime.attention.kernels.decode.attention import FIELDS, HEADER, Layouts, item_places, layout
+from server.engine.runtime.attention.kernels.decode.attention import FIELDS, HEADER, item_places, layout
 from server.engine.runtime.attention.kernels.decode.key_parts import SMALLEST_PART, Room, split_keys
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.batch import Spans
@@ -108,30 +108,6 @@ def test_the_layout_is_where_the_kernel_looks() -> None:
 def step_of(tables: BlockTables, rows: list[int]) -> Spans:
     ends = tables.counts[rows]
     return Spans(tables, np.array(rows), ends - 1, np.ones_like(ends), ends, [None] * len(rows))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_kept_layout_is_what_a_new_one_would_be(seed: int) -> None:
-    """Steps of sequences that grow, some of them with several tokens, and padding; others come between."""
-    chance = random.Random(seed)
-    # The launches of one seed have more sequences than a wave.
-    room = Room(66 if seed else 6, chance.choice((0, 9, 66)))
-    layouts = Layouts([None])
-    lengths = [chance.randrange(1, 3000) for _ in range(5)]
-    kept = 0
-    for _ in range(120):
-        counts = [chance.choice((1, 1, 4)) for _ in lengths] if chance.random() < 0.3 else [1, 2, 1, 1, 3]
-        size = chance.choice((8, 16)) + sum(counts)
-        rows = np.array([row for row, count in enumerate(counts) for _ in range(count)] + [99] * (size - sum(counts)))
-        ends = [length + i + 1 for length, count in zip(lengths, counts, strict=True) for i in range(count)]
-        every = np.array(ends + [1] * (size - len(ends)))
-        before = layouts._kept.get((size, room))
-        found = layouts.of(every, rows, [room])
-        kept += before is not None and layouts._kept[size, room] is before
-        expected = layout(every, rows, [None], [room])
-        assert found.tolist() == expected.tolist()
-        lengths = [length + chance.choice((0, 1, 3)) for length in lengths]
-    assert kept > 10 if seed else kept == 0
 
 
 def test_the_devices_tables_get_what_is_new() -> None:

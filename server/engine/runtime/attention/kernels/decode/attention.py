@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -89,60 +88,6 @@ def item_places(sequences: int, rooms: Sequence[Room]) -> list[int]:
     return [HEADER + sum(sizes[:window]) for window in range(len(sizes))]
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """The layout of a step of one window of all keys, for lengths that have the same parts."""
-
-    key: tuple[bytes, bytes]
-    """Number of SMALLEST_PARTs that each sequence's keys take, and its row of the block tables."""
-    numbers: npt.NDArray[np.int32]
-    columns: npt.NDArray[np.int32]
-    """The items in numbers, [items, FIELDS]."""
-    sequence: Numbers
-    """[items]: each item's sequence."""
-    last: Numbers
-    """[sequences]: each sequence's last item."""
-
-    @classmethod
-    def of(cls, key: tuple[bytes, bytes], numbers: npt.NDArray[np.int32]) -> _Kept:
-        columns = numbers[HEADER:].reshape(-1, FIELDS)
-        sequence = columns[:, 0].astype(np.int64)
-        last = np.flatnonzero(np.append(sequence[1:] != sequence[:-1], True))
-        return cls(key, numbers, columns, sequence, last)
-
-    def move(self, lengths: Numbers) -> None:
-        """Make it the layout for other lengths that have the key."""
-        self.columns[self.last, 2] = lengths
-        self.columns[:, 3] = lengths[self.sequence] - 1
-
-
-class Layouts:
-    """Makes the layouts of steps for certain windows."""
-
-    def __init__(self, windows: list[int | None]) -> None:
-        self.windows = windows
-        self._kept: dict[tuple[int, Room], _Kept] = {}
-
-    def of(self, lengths: Numbers, rows: Numbers, rooms: list[Room]) -> npt.NDArray[np.int32]:
-        """layout() of a step; valid until the next one of as many tokens and with the same room.
-
-        rooms: of the launches of each window's layers.
-
-        Most steps have the parts of the step before, and the device may wait for a layout. So parts are kept where a launch
-        has no more sequences than one wave.
-        """
-        if self.windows != [None] or len(lengths) > rooms[0].wave:
-            return layout(lengths, rows, self.windows, rooms)
-        key = (-(-lengths // SMALLEST_PART)).tobytes(), rows.tobytes()
-        place = len(lengths), rooms[0]
-        kept = self._kept.get(place)
-        if kept is not None and kept.key == key:
-            kept.move(lengths)
-        else:
-            kept = self._kept[place] = _Kept.of(key, layout(lengths, rows, self.windows, rooms))
-        return kept.numbers
-
-
 class DecodeAttention:
     """Attention of one new token for each sequence in CUDA graphs, whose tables always lie in the same memory."""
 
@@ -180,7 +125,7 @@ class DecodeAttention:
             any(kind.is_latent for kind in kinds),
         )
         sequences = max(largest, TRIAL_SEQUENCES)
-        self._layouts = Layouts(windows)
+        self._windows = windows
         items = sequences + self._rooms.most_spare
         self._numbers = torch.zeros(HEADER + len(windows) * items * FIELDS, dtype=torch.int32, device=device)
         self.tables = DeviceTables(sequences, max(most_blocks, TRIAL_BLOCKS), scratch_block, device)
@@ -194,7 +139,7 @@ class DecodeAttention:
 
     def forms(self, kind: Kind) -> list[Instance | None]:
         """The forms by which the kernel attends for layers of a kind, as in_form() takes them."""
-        return self._rooms.forms(self._layouts.windows.index(kind.options.window))
+        return self._rooms.forms(self._windows.index(kind.options.window))
 
     @contextmanager
     def in_form(self, form: Instance | None) -> Iterator[None]:
@@ -212,11 +157,11 @@ class DecodeAttention:
         """
         lengths, rows = np.ones(size, np.int64), np.full(size, self.tables.padding_row)
         lengths[: len(spans)], rows[: len(spans)] = spans.ends, spans.rows
-        self._put(self._layouts.of(lengths, rows, self._rooms.of(size, shared)), spans)
+        self._put(layout(lengths, rows, self._windows, self._rooms.of(size, shared)), spans)
 
     def advance(self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int) -> bool:
         """Lay out the step behind the one that plan() or this has laid out, see GraphBackend.advance_decode_graph()."""
-        if self._layouts.windows != [None]:
+        if self._windows != [None]:
             return False  # a window's first key would move, too
         items = inputs.shape[1] + self._rooms.most_spare
         self._advance(self._numbers, HEADER, FIELDS, items, inputs, tokens, self.tables.blocks, block_size)
@@ -225,7 +170,7 @@ class DecodeAttention:
     def plan_singles(self, spans: Spans, singles: int, sequences: int) -> None:
         """Lay out a step's first `singles` spans, one token each, for a launch that has room for `sequences` sequences."""
         rooms = self._rooms.of(sequences, False)
-        numbers = layout(spans.ends[:singles], spans.rows[:singles], self._layouts.windows, rooms, sequences)
+        numbers = layout(spans.ends[:singles], spans.rows[:singles], self._windows, rooms, sequences)
         self._put(numbers, spans)
 
     def _put(self, numbers: npt.NDArray[np.int32], spans: Spans) -> None:
@@ -252,7 +197,7 @@ class DecodeAttention:
         """
         room_for = query.shape[0] if sequences is None else sequences
         is_shared = shared is not Shared.NO
-        rooms, window = self._rooms.of(room_for, is_shared), self._layouts.windows.index(options.window)
+        rooms, window = self._rooms.of(room_for, is_shared), self._windows.index(options.window)
         first, items = item_places(room_for, rooms)[window], room_for + rooms[window].spare
         instance = self._rooms.instance(window, room_for, is_shared)
         if instance is not None:
