@@ -45,4 +45,31 @@ static inline float fixed_scale(float sum, float largest, float* inverse) {
   return scale;
 }
 
+namespace {
+
+/* x of few tokens in the order of a `fused` kernel: integers [m, k], then scales [m, k / 64]. */
+struct FewTokens {
+  const int16_t* columns;
+  const float* scales;
+  explicit FewTokens(const Prepared* x)
+      : columns((const int16_t*)x->order), scales((const float*)((const char*)x->order + x->m * x->k * 2)) {}
+};
+
+/* Up to kTileRows rows of x: 64 columns after 64 are decoded and multiplied. */
+template <auto decode_panel, auto multiply, auto sums_of>
+void few_tiles(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, bool split, float* scratch, void* panel,
+               float* sums) {
+  alignas(64) float results[1024];
+  const int columns = x->m > 16 ? 2 : 1;
+  for (int64_t g = 0; g < w->k / 64; ++g) {
+    decode_panel(w, row0, rows, g, g + 1, split, scratch, panel);
+    multiply(panel, x, 0, columns, g, g + 1, split, results);
+  }
+  sums_of(results, columns, sums);
+}
+
+inline void no_state() {}
+
+}  // namespace
+
 }  // namespace nf4

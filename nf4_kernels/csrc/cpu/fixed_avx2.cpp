@@ -150,20 +150,6 @@ void sums_of(const float* results, int columns, float* sums) {
   }
 }
 
-/* Up to kTileRows rows of x: 64 columns after 64 are decoded and multiplied. */
-void few_tiles(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, bool split, float* scratch, void* panel,
-               float* sums) {
-  alignas(64) float results[1024];
-  const int columns = x->m > 16 ? 2 : 1;
-  for (int64_t g = 0; g < w->k / 64; ++g) {
-    decode_panel(w, row0, rows, g, g + 1, split, scratch, panel);
-    multiply(panel, x, 0, columns, g, g + 1, split, results);
-  }
-  sums_of(results, columns, sums);
-}
-
-void no_state() {}
-
 }  // namespace
 
 void use_fixed_avx2(Kernels* k) {
@@ -178,7 +164,7 @@ void use_fixed_avx2(Kernels* k) {
   k->tiles_decode = decode_panel;
   k->tiles_multiply = multiply;
   k->tiles_sums = sums_of;
-  k->tiles_fused = few_tiles;
+  k->tiles_fused = few_tiles<decode_panel, multiply, sums_of>;
 }
 
 }  // namespace nf4

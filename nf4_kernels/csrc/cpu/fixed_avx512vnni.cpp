@@ -6,14 +6,6 @@ namespace {
 
 /* ---- Few tokens: codes are looked up in registers, right before they are multiplied. ---- */
 
-/* x of few tokens: integers [m, k], then scales [m, k / 64]. */
-struct FewTokens {
-  const int16_t* columns;
-  const float* scales;
-  FewTokens(const Prepared* x, const void* order)
-      : columns((const int16_t*)order), scales((const float*)((const char*)order + x->m * x->k * 2)) {}
-};
-
 void rows_order(const Prepared* x, float* order) {
   const int64_t groups = x->k / 64;
   const ColumnOrder columns;
@@ -83,7 +75,7 @@ inline void rows_times(const uint8_t* const rows[2 * P], const float* const scal
 template <int M, int P>
 void rows_of(const Nf4Weight* w, const Prepared* x, int64_t row0, int count, float* scratch, float* sums) {
   const int64_t k = w->k, groups = k / 64;
-  const FewTokens from(x, x->order);
+  const FewTokens from(x);
   const __m512i codes = code_words(w);
   for (int first = 0; first < count; first += 2 * P) {
     const uint8_t* rows[2 * P];
@@ -101,7 +93,7 @@ void rows_of(const Nf4Weight* w, const Prepared* x, int64_t row0, int count, flo
 /* One token: whole blocks of rows take the kernel of their own. */
 void one_token(const Nf4Weight* w, const Prepared* x, int64_t row0, int count, float* scratch, float* sums) {
   const int64_t groups = w->k / 64;
-  const FewTokens from(x, x->order);
+  const FewTokens from(x);
   const __m512i codes = code_words(w);
   int row = 0;
   for (; row + kOneRows <= count; row += kOneRows) {
@@ -254,20 +246,6 @@ void sums_of(const float* results, int columns, float* sums) {
   }
 }
 
-/* Up to kTileRows rows of x: 64 columns after 64 are decoded and multiplied. */
-void few_tiles(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, bool split, float* scratch, void* panel,
-               float* sums) {
-  alignas(64) float results[1024];
-  const int columns = x->m > 16 ? 2 : 1;
-  for (int64_t g = 0; g < w->k / 64; ++g) {
-    decode_panel(w, row0, rows, g, g + 1, split, scratch, panel);
-    multiply(panel, x, 0, columns, g, g + 1, split, results);
-  }
-  sums_of(results, columns, sums);
-}
-
-void no_state() {}
-
 }  // namespace
 
 const Kernels* avx512vnni_kernels() {
@@ -285,7 +263,7 @@ const Kernels* avx512vnni_kernels() {
     k.tiles_decode = decode_panel;
     k.tiles_sums = sums_of;
     k.tiles_multiply = multiply;
-    k.tiles_fused = few_tiles;
+    k.tiles_fused = few_tiles<decode_panel, multiply, sums_of>;
     return k;
   }();
   return &kernels;

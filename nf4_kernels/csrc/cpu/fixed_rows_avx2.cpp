@@ -4,18 +4,11 @@
 namespace nf4 {
 namespace {
 
-/* Few rows of x: one 64-column group after another, even and odd columns as look_up64() gives codes, then all scales. */
-struct RowsOfX {
-  const int16_t* columns; /* [m, k] */
-  const float* scales;    /* [m, k / 64] */
-  RowsOfX(const Prepared* x, const void* order)
-      : columns((const int16_t*)order), scales((const float*)((const char*)order + x->m * x->k * 2)) {}
-};
-
-/* M rows of x times R rows of w; x's rows are k apart, their scales k / 64. */
+/* M rows of x times R rows of w. x's rows are k apart, their scales k / 64; within 64 columns even and odd ones lie as
+ * look_up64() gives codes. */
 template <int M, int R>
 inline void rows_times(const uint8_t* const rows[R], const float* const row_scales[R], const CodeBytes& codes,
-                       const RowsOfX& x, int64_t k, int64_t ahead, float* sums) {
+                       const FewTokens& x, int64_t k, int64_t ahead, float* sums) {
   const int64_t groups = k / 64;
   __m256 total[M][R];
   for (int m = 0; m < M; ++m) {
@@ -51,7 +44,7 @@ template <int M>
 void rows_of(const Nf4Weight* w, const Prepared* x, int64_t row0, int count, const float* scales, float* sums) {
   constexpr int R = M == 1 ? 4 : 2;
   const int64_t k = w->k, groups = k / 64;
-  const RowsOfX from(x, x->order);
+  const FewTokens from(x);
   const CodeBytes codes(w);
   for (int first = 0; first < count; first += R) {
     const uint8_t* rows[R];
