@@ -27,7 +27,7 @@ from nf4_kernels import gated_delta
 from nf4_kernels.gated_delta_params import GatedDelta, Sequences
 from server.engine.runtime.layers.stateful import delta_chunks
 from server.engine.runtime.layers.stateful.delta_chunks import max_tokens
-from server.engine.runtime.layers.stateful.pieces import layout
+from server.engine.runtime.layers.stateful.pieces import cut
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODELS = {"Qwen3.5-27B": (16, 48), "Qwen3.5-9B": (16, 32)}
@@ -144,7 +144,7 @@ def prompt_row(model: str, sequences: int, tokens: int) -> Row:
     p = layer(MODELS[model], sequences * tokens, sequences)
     slots = torch.arange(sequences, dtype=torch.int32, device="cuda")
     has_state = torch.zeros(sequences, dtype=torch.bool, device="cuda")
-    at = layout(max_tokens(p), [tokens] * sequences, slots, has_state)
+    at = cut(max_tokens(p), [tokens] * sequences, slots, has_state)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * tokens
 
     def by_fla() -> None:
@@ -175,7 +175,7 @@ def first_call() -> float:
     p = layer(MODELS["Qwen3.5-27B"], 100, 1)
     slots, has_state = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.ones(1, dtype=torch.bool, device="cuda")
     began = time.perf_counter()
-    delta_chunks.chunks(p, layout(max_tokens(p), [100], slots, has_state))
+    delta_chunks.chunks(p, cut(max_tokens(p), [100], slots, has_state))
     torch.cuda.synchronize()
     return time.perf_counter() - began
 

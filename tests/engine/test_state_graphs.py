@@ -64,12 +64,11 @@ def test_chunks_of_a_graph_are_those_of_the_host(lengths: list[int]) -> None:
     spans = spans_of(*((row, 0, length) for row, length in enumerate(lengths)))
     pool.plan_chunks_graph(spans, size, 5)
     pool.begin_chunks_graph(size, 5, is_long=True)
-    layout = pieces.layout_of(pool.step, DELTA, size, 0)
-    (piece,) = layout.pieces
-    assert (piece.begin, piece.end, layout.longest) == (0, size, size)
+    (piece,) = pieces.pieces_of(pool.step, DELTA, size, 0)
+    assert (piece.begin, piece.end) == (0, size)
     padded = [*lengths, size - sum(lengths)]
     flags = torch.zeros(len(padded), dtype=torch.bool)
-    (expected,) = pieces.layout(size, padded, torch.arange(len(padded), dtype=torch.int32), flags).pieces
+    (expected,) = pieces.cut(size, padded, torch.arange(len(padded), dtype=torch.int32), flags)
     count = len(expected.chunks)
     assert piece.bounds.dtype is torch.int64
     assert piece.bounds[: len(padded) + 1].tolist() == expected.bounds.tolist()

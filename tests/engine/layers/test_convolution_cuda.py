@@ -47,7 +47,7 @@ def check(
 def check_all(dtype: torch.dtype, device: str) -> None:
     slots = torch.tensor(_SLOTS, dtype=torch.int32, device=device)
     has_state = torch.tensor(_HAS_STATE, device=device)
-    (piece,) = pieces.layout(1 << 14, _LENGTHS, slots, has_state).pieces
+    (piece,) = pieces.cut(1 << 14, _LENGTHS, slots, has_state)
     for has_bias in (False, True):
         check(piece, _LENGTHS, _SLOTS, _HAS_STATE, CHUNK, has_bias, dtype)
         singles = Singles.of(8, torch.device(device)).piece(slots[:5])

@@ -25,15 +25,15 @@ def test_pieces_cover_all_rows_in_order() -> None:
         (128, [(2, 2, True), (3, 126, False)]),
         (256, [(3, 44, True)]),
     ]
-    at = pieces.layout(
+    found = pieces.cut(
         delta_chunks.max_tokens(p), [100, 0, 30, 170], indices(3, 2, 1, -1), flags(False, True, False, True)
     )
-    assert [(piece.begin, piece.end) for piece in at.pieces] == [(0, 300)]
-    assert at.pieces[0].bounds.tolist() == [0, 100, 130, 300]
-    assert at.pieces[0].chunks.tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1], [2, 2]]
-    assert at.pieces[0].slots.tolist() == [3, 1, -1]
-    assert at.pieces[0].has_state.tolist() == [False, False, True]
-    assert pieces.layout(delta_chunks.max_tokens(p), [], indices(), flags()).pieces == []
+    assert [(piece.begin, piece.end) for piece in found] == [(0, 300)]
+    assert found[0].bounds.tolist() == [0, 100, 130, 300]
+    assert found[0].chunks.tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1], [2, 2]]
+    assert found[0].slots.tolist() == [3, 1, -1]
+    assert found[0].has_state.tolist() == [False, False, True]
+    assert pieces.cut(delta_chunks.max_tokens(p), [], indices(), flags()) == []
 
 
 def test_the_largest_model_stays_below_the_bound() -> None:
@@ -71,10 +71,10 @@ def check_chunks(layer: Layer, bound: float) -> None:
     for x in inputs:
         x[starts[2] : starts[3]] = x[starts[-1] :] = float("nan")
     p = layer.tensors(inputs)
-    at = pieces.layout(
+    own = pieces.cut(
         delta_chunks.max_tokens(p), lengths, indices(*slots, device=device), flags(*has_state, device=device)
     )
-    out = delta_chunks.chunks(p, at)
+    out = delta_chunks.chunks(p, own)
     assert not out[starts[-1] :].any()
     for i, slot in enumerate(slots):
         rows = slice(starts[i], starts[i + 1])

@@ -25,8 +25,8 @@ def run(p: Mamba2, lengths: tuple[int, ...], sequences: Sequences) -> torch.Tens
     p.z.nan_to_num_(0.0)
     if sequences.has_state is None:
         return mamba2_cuda.step(p, Singles.of(8, p.z.device).piece(sequences.slots))
-    at = pieces.layout(mamba2_cuda.max_tokens(p), lengths, sequences.slots, sequences.has_state)
-    return mamba2_cuda.chunks(p, at)
+    own = pieces.cut(mamba2_cuda.max_tokens(p), lengths, sequences.slots, sequences.has_state)
+    return mamba2_cuda.chunks(p, own, max(lengths))
 
 
 def recurrence(

@@ -7,7 +7,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from nf4_kernels.cuda.device import capability
-from server.engine.runtime.layers.stateful.pieces import Piece
+from server.engine.runtime.layers.stateful.pieces import Piece, results_like
 from server.engine.runtime.layers.stateful.state_kernels import shift, shift_one, taps_of
 
 
@@ -25,8 +25,7 @@ def convolve(
     1 or CHUNK. Rows behind the piece's chunks are zeros.
     """
     channels, taps = weight.shape
-    new = columns.new_zeros if piece.end < len(columns) else columns.new_empty
-    out = new(len(columns), channels)
+    out = results_like(columns, [piece], channels)
     block = 64 if chunk > 1 else 256
     overlap = capability(columns.device)[0] >= 9
     _convolve[(len(piece.chunks), triton.cdiv(channels, block))](

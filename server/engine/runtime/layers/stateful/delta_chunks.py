@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nf4_kernels.gated_delta_params import GatedDelta
-from server.engine.runtime.layers.stateful.pieces import CHUNK, MAX_LIVE_BYTES, Layout, Piece
+from server.engine.runtime.layers.stateful.pieces import CHUNK, MAX_LIVE_BYTES, Piece, results_like
 from server.engine.runtime.states.kinds import LONG_CHUNK
 
 _CONFIGS = Path(__file__).with_name("fla_configs")
@@ -47,12 +47,12 @@ def max_tokens(p: GatedDelta) -> int:
     return int(MAX_LIVE_BYTES / (elements * width + heads * 12)) // CHUNK * CHUNK
 
 
-def chunks(p: GatedDelta, at: Layout) -> torch.Tensor:
+def chunks(p: GatedDelta, pieces: Sequence[Piece]) -> torch.Tensor:
     """The results [T, Hv dv] of gated_delta.run(), by fla; states are updated. Rows behind the chunks are zeros."""
     from server.engine.runtime.layers.stateful.delta_kernels import normalise
 
-    out = p.z.new_zeros(p.z.shape) if at.end < len(p.z) else p.z.new_empty(p.z.shape)
-    for piece in at.pieces:
+    out = results_like(p.z, pieces, p.z.shape[1])
+    for piece in pieces:
         rows = slice(piece.begin, piece.end)
         part = replace(p, qkv=p.qkv[rows], z=p.z[rows], a=p.a[rows], b=p.b[rows])
         normalise(part, _advance(part, piece), out[rows])

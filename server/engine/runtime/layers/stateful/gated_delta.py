@@ -14,7 +14,7 @@ from nf4_kernels.gated_delta_params import Sequences
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
 from server.engine.runtime.layers.stateful import delta_chunks
-from server.engine.runtime.layers.stateful.pieces import layout_of
+from server.engine.runtime.layers.stateful.pieces import pieces_of
 from server.engine.runtime.layers.stateful.state_layers import StateMixer, in_parts
 from server.engine.runtime.model.projections import GroupMember
 from server.engine.runtime.states.kinds import StateKind, gated_delta
@@ -123,8 +123,8 @@ class GatedDelta(StateMixer):
 
     def _chunks(self, p: Tensors, step: StateStep) -> torch.Tensor:
         if delta_chunks.takes(p, step.longest):
-            at = layout_of(step, self.rule.kind, p.qkv.shape[0], delta_chunks.max_tokens(p))
-            return delta_chunks.chunks(p, at)
+            pieces = pieces_of(step, self.rule.kind, p.qkv.shape[0], delta_chunks.max_tokens(p))
+            return delta_chunks.chunks(p, pieces)
         return nf4_kernels.gated_delta.run(p, Sequences(step.chunks, step.query_start_loc, step.has_state))
 
     def _tensors(self, rows: list[torch.Tensor]) -> Tensors:

@@ -14,7 +14,7 @@ from nf4_kernels.mamba2_params import Mamba2
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import projection_of
 from server.engine.runtime.layers.stateful import mamba2_cuda
-from server.engine.runtime.layers.stateful.pieces import Singles, layout_of
+from server.engine.runtime.layers.stateful.pieces import Singles, pieces_of
 from server.engine.runtime.layers.stateful.state_layers import JoinedMixer, in_parts
 from server.engine.runtime.states import kinds
 from server.engine.runtime.states.kinds import StateKind
@@ -102,8 +102,8 @@ class Mamba2Mixer(JoinedMixer):
     def _chunks(self, p: Mamba2, step: StateStep) -> torch.Tensor:
         if not p.xbc.is_cuda:
             return mamba2.run(p, Sequences(step.chunks, step.query_start_loc, step.has_state))
-        at = layout_of(step, self.rule.kind, p.xbc.shape[0], mamba2_cuda.max_tokens(p))
-        return mamba2_cuda.chunks(p, at)
+        pieces = pieces_of(step, self.rule.kind, p.xbc.shape[0], mamba2_cuda.max_tokens(p))
+        return mamba2_cuda.chunks(p, pieces, step.longest)
 
     def _tensors(self, columns: torch.Tensor) -> Mamba2:
         rule = self.rule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from nf4_kernels.mamba2_params import Mamba2
 from server.engine.runtime.layers.stateful.delta_chunks import has_fla
-from server.engine.runtime.layers.stateful.pieces import CHUNK, MAX_LIVE_BYTES, Layout, Piece
+from server.engine.runtime.layers.stateful.pieces import CHUNK, MAX_LIVE_BYTES, Piece, results_like
 from server.engine.runtime.states.kinds import LONG_CHUNK
 
 
@@ -31,11 +31,11 @@ def step(p: Mamba2, piece: Piece) -> torch.Tensor:
     return out
 
 
-def chunks(p: Mamba2, at: Layout) -> torch.Tensor:
-    """The same for chunks, of which none is padding. Rows behind them are zeros."""
-    out = p.z.new_zeros(p.z.shape) if at.end < len(p.z) else p.z.new_empty(p.z.shape)
-    is_long = at.longest >= LONG_CHUNK and has_fla() and p.xbc.dtype in (torch.bfloat16, torch.float16)
-    for piece in at.pieces:
+def chunks(p: Mamba2, pieces: Sequence[Piece], longest: int) -> torch.Tensor:
+    """The same for chunks of up to `longest` tokens, of which none is padding. Rows behind them are zeros."""
+    out = results_like(p.z, pieces, p.z.shape[1])
+    is_long = longest >= LONG_CHUNK and has_fla() and p.xbc.dtype in (torch.bfloat16, torch.float16)
+    for piece in pieces:
         rows = slice(piece.begin, piece.end)
         part = replace(p, z=p.z[rows], xbc=p.xbc[rows], dt=p.dt[rows])
         _advance(part, piece, out[rows], CHUNK, is_long and p.state_dim <= 256)

@@ -32,38 +32,29 @@ class Piece:
     """bool [S]."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Layout of a step's chunks, in pieces that fla takes one after the other; the same for all layers of a step."""
-
-    pieces: Sequence[Piece]
-    longest: int
-    """Tokens of the longest chunk."""
-
-    @property
-    def end(self) -> int:
-        """Rows of all chunks."""
-        return self.pieces[-1].end if self.pieces else 0
-
-
-def layout(max_rows: int, lengths: Sequence[int], slots: torch.Tensor, has_state: torch.Tensor) -> Layout:
-    """The layout of chunks of these lengths, which lie one after the other, in pieces of up to max_rows rows or one CHUNK.
+def cut(max_rows: int, lengths: Sequence[int], slots: torch.Tensor, has_state: torch.Tensor) -> list[Piece]:
+    """Chunks of these lengths, which lie one after the other, in pieces of up to max_rows rows or one CHUNK.
 
     slots and has_state are on the device.
     """
-    pieces = [_piece(begin, parts, slots, has_state) for begin, parts in _cut(lengths, max(CHUNK, max_rows)) if parts]
-    return Layout(pieces, max(lengths, default=0))
+    return [_piece(begin, parts, slots, has_state) for begin, parts in _cut(lengths, max(CHUNK, max_rows)) if parts]
 
 
-def layout_of(step: StateStep, kind: StateKind, tokens: int, max_rows: int) -> Layout:
-    """layout() of a step's chunks, T = `tokens` rows, made once for all layers of a kind. That of a graph is one piece."""
+def pieces_of(step: StateStep, kind: StateKind, tokens: int, max_rows: int) -> list[Piece]:
+    """A step's chunks, T = `tokens` rows, cut once for all layers of a kind. Those of a graph are one piece."""
     if kind not in step.shared:
         if step.is_captured:
-            step.shared[kind] = Layout([_captured(step, tokens)], step.longest)
+            step.shared[kind] = [_captured(step, tokens)]
         else:
-            step.shared[kind] = layout(max_rows, step.lengths, step.chunks, step.has_state)
-    found: Layout = step.shared[kind]
+            step.shared[kind] = cut(max_rows, step.lengths, step.chunks, step.has_state)
+    found: list[Piece] = step.shared[kind]
     return found
+
+
+def results_like(x: torch.Tensor, pieces: Sequence[Piece], columns: int) -> torch.Tensor:
+    """Memory for results [T, columns] of x [T, any] by pieces; rows behind these are zeros."""
+    is_whole = bool(pieces) and pieces[-1].end == len(x)
+    return (x.new_empty if is_whole else x.new_zeros)(len(x), columns)
 
 
 def _captured(step: StateStep, tokens: int) -> Piece:

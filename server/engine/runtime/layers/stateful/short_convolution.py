@@ -9,7 +9,7 @@ from torch import nn
 
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import projection_of
-from server.engine.runtime.layers.stateful.pieces import CHUNK, Singles, layout_of
+from server.engine.runtime.layers.stateful.pieces import CHUNK, Singles, pieces_of
 from server.engine.runtime.layers.stateful.state_layers import JoinedMixer, in_parts
 from server.engine.runtime.states.kinds import StateKind, short_convolution
 from server.engine.runtime.states.pool import StatePool, StateStep
@@ -48,7 +48,7 @@ class ShortConvolution(JoinedMixer):
         parameters = self.weight, self.bias, self.state
 
         def chunks(rows: torch.Tensor) -> torch.Tensor:
-            (piece,) = layout_of(step, self.kind, rows.shape[0], rows.shape[0]).pieces
+            (piece,) = pieces_of(step, self.kind, rows.shape[0], rows.shape[0])
             return convolve(rows, *parameters, piece, CHUNK)
 
         return in_parts(
