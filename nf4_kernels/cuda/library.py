@@ -154,52 +154,30 @@ def library() -> ctypes.CDLL | str:
 
 def _declare(loaded: ctypes.CDLL) -> None:
     """Tell ctypes what the functions take and give. AttributeError where the library lacks one: it is an older one."""
+    pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     loaded.nf4_cuda_error.restype = ctypes.c_char_p
-    loaded.nf4_cuda_struct_size.restype = ctypes.c_int64
+    loaded.nf4_cuda_struct_size.restype = int64
     loaded.nf4_cuda_struct_size.argtypes = (ctypes.c_char_p,)
-    loaded.nf4_cuda_dequantize.argtypes = (
-        ctypes.POINTER(Nf4Weight),
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_int32,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-    )
+    loaded.nf4_cuda_dequantize.argtypes = (ctypes.POINTER(Nf4Weight), int64, int64, pointer, int32, *[pointer] * 3)
     loaded.nf4_cuda_all_reduce.argtypes = (ctypes.POINTER(AllReduce),)
     loaded.nf4_cuda_decode_attention.argtypes = (ctypes.POINTER(DecodeAttention),)
-    loaded.nf4_cuda_inbox_create.argtypes = (
-        *(ctypes.c_int32,) * 2,
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.c_char_p,
-    )
-    loaded.nf4_cuda_is_linked.argtypes = (ctypes.POINTER(ctypes.c_int32),)
-    loaded.nf4_cuda_inbox_open.argtypes = (ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
-    loaded.nf4_cuda_inbox_close.argtypes = (ctypes.c_void_p,)
-    loaded.nf4_cuda_inbox_free.argtypes = (ctypes.c_void_p,)
-    loaded.nf4_cuda_inbox_patience.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
-    loaded.nf4_cuda_inbox_silent_rank.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32))
-    loaded.nf4_cuda_clock_end.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    loaded.nf4_cuda_clock_completion.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
-    loaded.nf4_cuda_clock_collect.argtypes = (ctypes.POINTER(Clocks), ctypes.c_void_p, ctypes.c_void_p)
+    loaded.nf4_cuda_inbox_create.argtypes = (int32, int32, ctypes.POINTER(pointer), ctypes.c_char_p)
+    loaded.nf4_cuda_is_linked.argtypes = (ctypes.POINTER(int32),)
+    loaded.nf4_cuda_inbox_open.argtypes = (ctypes.c_char_p, ctypes.POINTER(pointer))
+    loaded.nf4_cuda_inbox_close.argtypes = (pointer,)
+    loaded.nf4_cuda_inbox_free.argtypes = (pointer,)
+    loaded.nf4_cuda_inbox_patience.argtypes = (pointer, ctypes.c_uint64)
+    loaded.nf4_cuda_inbox_silent_rank.argtypes = (pointer, ctypes.POINTER(int32))
+    loaded.nf4_cuda_clock_end.argtypes = (pointer, pointer)
+    loaded.nf4_cuda_clock_completion.argtypes = (pointer, pointer, int32, pointer)
+    loaded.nf4_cuda_clock_collect.argtypes = (ctypes.POINTER(Clocks), pointer, pointer)
     for plan, name in _FUNCTIONS.items():
         arguments = Linear if plan in (Rows, Wgmma, Mma) else Moe
         for end in ("", "_timed") if plan in (Rows, Wgmma) else ("",):
             function = getattr(loaded, name + end)
             function.argtypes = (ctypes.POINTER(arguments), ctypes.POINTER(_PLANS[plan]))
-    loaded.nf4_cuda_route.argtypes = (
-        *(ctypes.c_void_p,) * 3,
-        ctypes.c_int64,
-        *(ctypes.c_int32,) * 5,
-        ctypes.c_void_p,
-    )
-    loaded.nf4_cuda_route_linear.argtypes = (
-        *(ctypes.c_void_p,) * 4,
-        ctypes.c_int64,
-        *(ctypes.c_int32,) * 6,
-        ctypes.c_void_p,
-    )
+    loaded.nf4_cuda_route.argtypes = (*[pointer] * 3, int64, *[int32] * 5, pointer)
+    loaded.nf4_cuda_route_linear.argtypes = (*[pointer] * 4, int64, *[int32] * 6, pointer)
     loaded.nf4_cuda_gated_delta.argtypes = (ctypes.POINTER(Nf4GatedDelta),)
 
 

@@ -14,11 +14,7 @@ _BLOCKS, _MAX_PARTS = 256, 16
 
 
 def largest_of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [rows], the largest logit of each row, NaN where the row has one; int64 [rows], the first token that has it.
-
-    logits [rows, vocabulary], bfloat16, float16 or float32, contiguous in its last dimension. A token is exact up to 2**24.
-    Launches of one stream at a time.
-    """
+    """See torch_ops.largest_of_rows(). A token is exact up to 2**24. Launches of one stream at a time."""
     rows, vocabulary = logits.shape
     best = torch.empty(rows, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -18,12 +18,7 @@ def penalize_rows(
     newest: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Count a token of each of N sequences and put their penalized logits into out, float32 [N, vocabulary].
-
-    logits [rows, vocabulary], contiguous in its last dimension; rows, int64 [N], those of the sequences; penalties float32
-    [N, 3], repetition, presence and frequency penalty; counts and counted_rows as PenaltyTable has them; newest int64 [N],
-    the tokens to count, -1 for none. Every operation is rounded as torch's are.
-    """
+    """See torch_ops.penalize_rows(). Every operation is rounded as torch's are."""
     vocabulary = logits.shape[1]
     grid = len(rows), triton.cdiv(vocabulary, _WIDTH)
     _penalize[grid](
@@ -33,10 +28,7 @@ def penalize_rows(
 
 
 def mask_rows(logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor) -> None:
-    """Set what masks forbid to -inf in rows of logits, float32 [rows, vocabulary], contiguous, in place.
-
-    places: int64 [N], the rows; masks: uint8 [N, 4 * ceil(vocabulary / 32)], bit i of byte i // 8 permits token i.
-    """
+    """See torch_ops.mask_rows()."""
     vocabulary, words = logits.shape[1], masks.shape[1] // 4
     grid = len(places), triton.cdiv(vocabulary, _WIDTH)
     _mask[grid](logits, places, masks.view(torch.int32), words, vocabulary, _WIDTH, num_warps=8)

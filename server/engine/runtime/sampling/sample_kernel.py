@@ -12,14 +12,7 @@ _WIDTH = 8192
 
 
 def sample_rows(logits: torch.Tensor, parameters: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Put a token sampled from row i of logits into tokens[i], for each row that parameters names.
-
-    logits [rows, vocabulary], bfloat16, float16 or float32, contiguous in its last dimension; parameters float64
-    [samples, 6]: row, temperature, uniform number in [0, 1), top_k, top_p, min_p; tokens int64 [rows]. A token is kept
-    when fewer than top_k tokens are likelier, when those have less than top_p of what top_k keeps, and when it has at
-    least min_p of the likeliest's probability; equally likely tokens are kept together. The sampled token is the first
-    kept one, by id, at which the running sum of the kept ones' probabilities passes uniform * their sum.
-    """
+    """See torch_ops.sample_rows(); parameters is its table."""
     _sample[(parameters.shape[0],)](
         logits, logits.stride(0), logits.shape[1], parameters, tokens, _ZERO_BITS[logits.dtype], _WIDTH, num_warps=16
     )
