@@ -128,9 +128,9 @@ def test_an_images_hash_counts_in_keys_and_in_snapshots(model_type: str) -> None
         check(model, engine, prompt)
         return engine.stats().prefix_cache_hits - before
 
-    shown = [Prompt([text(1, 11), qwen(i), text(2, 12)]) for i in (2, 4, 6)]
+    shown = [Prompt([text(1, 11), qwen(i), text(2, 16)]) for i in (2, 4, 6)]
     image, end = shown[0].images[0], (len(shown[0].ids) - 5) // 4 * 4
-    assert (image.start, image.end, end) == (12, 20, 28)
+    assert (image.start, image.end, end) == (12, 20, 32)
     assert hits(shown[0]) == 0
     assert hits(shown[0]) == end
     # The prompt about another image leaves the first one's in front of the image, where there is a snapshot from then on.
