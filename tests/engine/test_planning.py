@@ -204,17 +204,17 @@ def test_options_are_named_with_the_bytes_that_they_free() -> None:
             assert plan(engine).needed - plan(changed).needed == size
 
 
-@pytest.mark.parametrize(("gib", "tokens", "chosen"), [(80, None, "off"), (23, None, "off"), (23, 32768, "nf4")])
 def test_the_output_layer_becomes_nf4_where_the_cache_would_be_too_small(
-    gib: int, tokens: int | None, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gib * GIB, gib * GIB))
-    config = CONFIG_MAPPING["qwen3_5_text"](**QWEN38_27B)
-    config.save_pretrained(tmp_path)
-    memory = plan_start(tmp_path, EngineConfig(load_format="dummy", max_model_len=tokens), CUDA)
-    assert memory.config.quantize_output_layer == chosen
-    assert memory.plan is not None
-    assert memory.plan.fits
+    CONFIG_MAPPING["qwen3_5_text"](**QWEN38_27B).save_pretrained(tmp_path)
+    cases: list[tuple[int, int | None, str]] = [(80, None, "off"), (23, None, "off"), (23, 32768, "nf4")]
+    for gib, tokens, chosen in cases:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, gib=gib: (gib * GIB, gib * GIB))
+        memory = plan_start(tmp_path, EngineConfig(load_format="dummy", max_model_len=tokens), CUDA)
+        assert memory.config.quantize_output_layer == chosen
+        assert memory.plan is not None
+        assert memory.plan.fits
     off = plan_start(tmp_path, EngineConfig(load_format="dummy", quantize_output_layer="off"), CUDA)
     assert off.config.quantize_output_layer == "off"
     assert off.savings["engine.quantize_output_layer nf4"] / 1e9 == pytest.approx(2.54 - 0.66, abs=0.01)

@@ -81,7 +81,7 @@ def test_random_options(long_context: httpx.Client, path: str) -> None:
     faults = metric(long_context, "nf4_request_rejections_total", reason="internal_error")
 
     @given(changes=st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=2))
-    @settings(max_examples=90, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     def run(changes: dict[str, Any]) -> None:
         answer = long_context.post(path, json=base | changes)
         assert answer.status_code in (200, 400, 404), (changes, answer.text)
@@ -99,7 +99,7 @@ def test_random_values_inside(long_context: httpx.Client, path: str, change: Any
     faults = metric(long_context, "nf4_request_rejections_total", reason="internal_error")
 
     @given(value=VALUES)
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     def run(value: Any) -> None:
         answer = long_context.post(path, json=base | change(value))
         assert answer.status_code in (200, 400), (value, answer.text)
