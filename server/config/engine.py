@@ -60,7 +60,7 @@ class EngineConfig(Section):
     state_snapshot_host_bytes: int = Field(default=0, ge=0)
     """Hybrid models: host memory of each rank, pinned with a GPU, for snapshots that the device has no room for."""
     state_snapshot_tokens: int = Field(default=1024, ge=16)
-    """Hybrid models: a snapshot is taken every so many tokens of a prompt until nearly its end, and at its end."""
+    """Hybrid models: a snapshot is taken every so many tokens of a prompt, and at its end."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """CUDA: keys and values in 8 bits, with a scale for each token and key head, for nearly twice the tokens.
 

@@ -52,8 +52,8 @@ def test_prefixes_of_any_length_give_the_answers_that_prompts_get_alone(family: 
         request = make_request(whole[:length] + prompt_of(7, length), ignore_eos=True)
         found, computed = computed_by(engine, request)
         assert found == answers(plain, make_request(request.prompt_token_ids, ignore_eos=True))[0]
-        # At distances of 16 tokens, of less than twice as many before the end.
-        assert computed <= 7 + 2 * 16
+        # At distances of 16 tokens, or at the end.
+        assert computed <= 7 + 16
     assert engine.stats().state_snapshot_hits > 0
     assert plain.stats().state_snapshots == 0
 

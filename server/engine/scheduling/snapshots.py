@@ -146,7 +146,7 @@ class Snapshots:
         """The first token of a sequence's prompt after those computed before which a snapshot is to be taken, if any.
 
         That is where another prompt branched off, at the last block before the prompt's end, and at regular distances from
-        the prefix that was found. These are a step each, so none is nearly at the end.
+        the prefix that was found.
         """
         if sequence.sampling.prompt_logprobs is not None:
             return None  # nobody shares its blocks
@@ -155,7 +155,7 @@ class Snapshots:
         each = self._distance * max(1, self._count // _SHARE_OF_ONE)
         distance = self._distance * -(-sequence.num_prompt // each)
         regular = computed + distance - (computed - sequence.num_cached) % distance
-        places = sorted({regular if regular + self._distance <= end else end, sequence.branch, end})
+        places = sorted({regular, sequence.branch, end})
         for place in places:
             if computed < place <= end:
                 key = sequence.block_keys(size, place, place // size - 1)[0]

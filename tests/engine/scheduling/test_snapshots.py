@@ -109,9 +109,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def test_chunks_end_where_snapshots_are_taken() -> None:
     scheduler, snapshots, _ = make_scheduler(40)
-    # Every 16 tokens, and at 40, the last block that leaves five tokens; not at 32, which is too near to that.
+    # Every 16 tokens, and at 40, the last block that leaves five tokens.
     once = chunks_of(scheduler, make_sequence(prompt(46), max_tokens=1))
-    assert once == [(0, 16, False, True), (16, 24, False, True), (40, 6, False, False)]
+    assert once == [(0, 16, False, True), (16, 16, False, True), (32, 8, False, True), (40, 6, False, False)]
     assert chunks_of(scheduler, make_sequence(prompt(46), max_tokens=1)) == [(40, 6, True, False)]
     longer = [*prompt(46), *prompt(9, 1)]
     assert chunks_of(scheduler, make_sequence(longer, max_tokens=1)) == [
@@ -119,7 +119,7 @@ def test_chunks_end_where_snapshots_are_taken() -> None:
     ]  # fmt: skip
     # The next turn's distances are those from where it begins.
     longest = [*longer, *prompt(40, 2)]
-    assert [length for _, length, *_ in chunks_of(scheduler, make_sequence(longest, max_tokens=1))] == [16, 24, 7]
+    assert [length for _, length, *_ in chunks_of(scheduler, make_sequence(longest, max_tokens=1))] == [16, 16, 8, 7]
     assert snapshots.hits == 3
     assert scheduler.prefix_cache.hits == 128
 
@@ -135,11 +135,11 @@ def test_one_prompt_takes_a_part_of_the_snapshots_only() -> None:
 def test_a_snapshot_is_taken_where_prompts_branch_off() -> None:
     scheduler, _, _ = make_scheduler(40)
     common = prompt(30)
-    assert len(chunks_of(scheduler, make_sequence([*common, *prompt(30, 1)], max_tokens=1))) == 4
+    assert len(chunks_of(scheduler, make_sequence([*common, *prompt(30, 1)], max_tokens=1))) == 5
     second = chunks_of(scheduler, make_sequence([*common, *prompt(30, 2)], max_tokens=1))
     assert second[:2] == [(16, 12, True, True), (28, 4, False, True)]
     third = chunks_of(scheduler, make_sequence([*common, *prompt(30, 3)], max_tokens=1))
-    assert third[0][:3] == (28, 24, True)
+    assert third[0][:3] == (28, 16, True)
 
 
 def test_what_is_cancelled_preempted_or_fails_gives_its_slot_back() -> None:
@@ -160,7 +160,7 @@ def test_what_is_cancelled_preempted_or_fails_gives_its_slot_back() -> None:
 def test_a_block_that_goes_takes_its_snapshot_along() -> None:
     scheduler, snapshots, _ = make_scheduler(10, blocks=100)
     chunks_of(scheduler, make_sequence(prompt(46), max_tokens=1))
-    assert len(snapshots.on_device) == 1
+    assert len(snapshots.on_device) == 2
     chunks_of(scheduler, make_sequence(prompt(390, 1), max_tokens=1))
     assert snapshots.find(make_sequence(prompt(46)).block_keys(SIZE, 44)) == (0, NO_SLOT)
 

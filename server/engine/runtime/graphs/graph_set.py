@@ -30,9 +30,10 @@ from server.engine.runtime.states.pool import StatePool
 _WARM_UPS = 1
 DRAFT_SIZES = (2, 4, 8, 16, 32, 64)
 """Tokens of steps with draft tokens. GEMMs cost the same for one token as for eight, and little more for 16."""
-_CHUNK_SIZES = (64, 128, 192, 256, 384, 512)
-# Beyond these sizes the device takes as long as the host takes to launch the kernels.
-_LONG_CHUNK_SIZES = (384, 512, 1024)
+_CHUNK_SIZES = (32, 64, 128, 192, 256, 384, 512)
+# Beyond these sizes the device takes as long as the host takes to launch the kernels. A prompt of a hybrid ends with a step
+# of up to 20 tokens.
+_LONG_CHUNK_SIZES = (384, 512, 640, 768, 1024)
 # The same of steps with a chunk that layers with states compute by other kernels, which the host launches for longer.
 _LONG_SEQUENCES = 8
 # Sequences of such a step: the states of all of them are copied, those of padding, too.
