@@ -94,7 +94,7 @@ def test_attention_of_graphs_is_compiled_before_they_are_captured(
 ) -> None:
     """All its forms at once, which takes as long as one; what a capture has compiled then would be compiled alone.
 
-    Where nf4_kernels' kernel attends, Triton compiles nothing.
+    If nf4_kernels' kernel attends in graphs, Triton's is compiled for the steps before them only.
     """
     from triton import knobs  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
@@ -105,6 +105,13 @@ def test_attention_of_graphs_is_compiled_before_they_are_captured(
     config = EngineConfig(device="cuda", max_model_len=6000, max_num_seqs=136, kv_cache_bytes=1 << 28)
     compiled: list[tuple[str, str]] = []
     stage = ["before"]
+    set_up = paged_cuda.CudaBackend.set_up_graphs
+
+    def set_up_graphs(*args: Any, **named: Any) -> None:
+        stage[0] = "set up"
+        set_up(*args, **named)
+
+    monkeypatch.setattr(paged_cuda.CudaBackend, "set_up_graphs", set_up_graphs)
 
     def note(*, src: Any, **_: Any) -> None:
         compiled.append((stage[0], getattr(src, "name", "")))
@@ -119,5 +126,5 @@ def test_attention_of_graphs_is_compiled_before_they_are_captured(
     finally:
         knobs.compilation.listener = before
     stages = [stage for stage, name in compiled if name == "_attend_newest"]
-    assert len(stages) >= 3 if by_triton else not stages
+    assert len(stages) >= 3 if by_triton else {*stages} <= {"before"}
     assert not [stage for stage in stages if stage.startswith("capturing decode")]

@@ -50,12 +50,15 @@ class Experts:
         if self.shared is not None:
             z = self.shared(x, None, None)
             gate = self.shared_gate
-            if x.is_cuda and type(gate) is nn.Linear and gate.bias is None and not (self.is_partial or self.is_mean):
+            if x.is_cuda and type(gate) is nn.Linear and gate.bias is None and not self.is_mean:
                 # Triton is not installed without CUDA.
                 from server.engine.runtime.layers.kernels import add_gated
 
-                return add_gated(x, gate.weight, z, y, residual)
-            y = y + (z if gate is None else torch.sigmoid(gate(x)) * z)
+                y = add_gated(x, gate.weight, z, y, None if self.is_partial else residual)
+                if not self.is_partial:
+                    return y
+            else:
+                y = y + (z if gate is None else torch.sigmoid(gate(x)) * z)
             if self.is_mean:
                 y = y / 2
         if not self.is_partial:
