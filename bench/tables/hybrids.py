@@ -36,7 +36,7 @@ def hybrids() -> str:
 def first_tokens() -> str:
     """By model: ms to the first token by new tokens, alone and behind a history."""
     rows: list[Result] = [row for row in load(_FILE)["rows"] if row["mode"] == "first token"]
-    lengths = list(dict.fromkeys(row["new"] for row in rows))
+    lengths = sorted({row["new"] for row in rows})
     found = {(row["model"], row["commit"], row["new"]): row for row in rows}
     models = dict.fromkeys((row["model"], row["commit"]) for row in rows)
     return table(
