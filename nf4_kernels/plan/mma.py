@@ -15,18 +15,20 @@ K_STEP = 64
 """k of a step, the unit of work that stream-K hands out."""
 MMA_TOKENS = range(1, 129)
 """With more tokens dequantization + cuBLAS was measured to be faster."""
-# The instances of csrc/cuda/mma_sm80/instances.cuh, by warps and the tokens of a tile -> a launch without any k step and a k
-# step, in microseconds on an H100 that ran code for sm_86, fitted to bench/results/posed-86-nvidia-h100.json;
-# up to 16 tokens on an H200, which is as fast there.
+# The instances of csrc/cuda/mma_sm80/instances.cuh, by warps and the tokens of a tile -> a launch without any k step, a k
+# step, and what parts of two tiles in one thread block add, in microseconds of code for sm_86, fitted to
+# bench/results/posed-86-nvidia-h200.json; 96 tokens to those of an H100.
 MMA_COSTS = {
-    (8, 8): (11.0, 0.46),
-    (8, 16): (9.5, 0.56),
-    (8, 24): (7.8, 0.861),
-    (8, 32): (8.0, 0.98),
-    (8, 48): (8.7, 1.17),
-    (8, 64): (9.2, 1.39),
-    (8, 96): (11.2, 1.81),
+    (8, 8): (7.4, 0.46, 2.1),
+    (8, 16): (7.2, 0.538, 1.9),
+    (8, 24): (7.1, 0.688, 2.0),
+    (8, 32): (7.6, 0.704, 2.9),
+    (8, 48): (7.8, 0.956, 4.1),
+    (8, 64): (8.3, 1.1, 4.5),
+    (8, 96): (11.2, 1.81, 0.0),
 }
+_MIN_STEPS = 2
+"""k steps of a thread block, if it has parts of one tile only: fewer are not faster."""
 
 
 class WholeInstance(NamedTuple):
@@ -105,7 +107,8 @@ class Mma:
 def mma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Mma]:
     """Launches of whole tiles by the smallest instance that has room for all tokens, and of stream-K.
 
-    Of stream-K's the smallest instances with one or two token tiles, on all multiprocessors.
+    Of stream-K's the smallest instances with one or two token tiles, on all multiprocessors; and if there are enough of
+    them, with as many thread blocks for each tile.
     """
     for tokens in [t for t in WHOLE_INSTANCES if m <= t][:1]:
         for row_warps in range(1, WHOLE_INSTANCES[tokens].warps + 1):
@@ -119,11 +122,14 @@ def mma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Mma
         tiles = -(-n // TILE_ROWS) * token_tiles
         if token_tiles not in seen and token_tiles <= 2 and tiles <= COUNTERS:
             seen.add(token_tiles)
-            yield Mma(tokens, warps, min(multiprocessors, tiles * (k // K_STEP)))
+            steps = k // K_STEP
+            if tiles <= multiprocessors:
+                yield Mma(tokens, warps, tiles * min(multiprocessors // tiles, max(1, steps // _MIN_STEPS)))
+            yield Mma(tokens, warps, min(multiprocessors, tiles * steps))
 
 
 def mma_cost(mma: Mma, m: int, n: int, k: int) -> float:
-    """Estimate microseconds of a launch on that H100."""
+    """Estimate microseconds of a launch on those GPUs."""
     if mma.warps < 0:
         launch, tile, block = _WHOLE_COSTS[mma.tokens]
         k_warps = mma.k_warps(k)
@@ -131,6 +137,8 @@ def mma_cost(mma: Mma, m: int, n: int, k: int) -> float:
         tiles = -(-(-(-n // mma.tile_rows) * -(-m // mma.tokens)) // mma.grid)
         blocks = tiles * math.ceil(k / (K_STEP * 4 * k_warps)) * 4 * max(at_once, _BUSY_TILES)
         return launch + tile * (tiles - 1) + block * blocks
-    steps = -(-n // TILE_ROWS) * -(-m // mma.tokens) * (k // K_STEP)
-    launch, step = MMA_COSTS[mma.warps, mma.tokens]
-    return launch + step * math.ceil(steps / mma.grid)
+    tiles, steps = -(-n // TILE_ROWS) * -(-m // mma.tokens), k // K_STEP
+    launch, step, two_tiles = MMA_COSTS[mma.warps, mma.tokens]
+    if mma.grid % tiles == 0:
+        return launch + step * max(_MIN_STEPS, math.ceil(steps / (mma.grid // tiles)))
+    return launch + step * math.ceil(tiles * steps / mma.grid) + two_tiles

@@ -124,7 +124,7 @@ def test_what_was_measured_to_be_slower_is_not_planned(gpu: str) -> None:
         choice = plan(m, n, k, 86, found["multiprocessors"])
         times = {
             Mma(tokens, warps, grid): us
-            for tokens, warps, grid, us in row["linear_mma"]
+            for tokens, warps, grid, us in row.get("linear_mma", ())
             if (warps, tokens) in MMA_COSTS
         }
         for tokens, row_warps, k_warps, grid, us in row.get("whole_tiles", ()):

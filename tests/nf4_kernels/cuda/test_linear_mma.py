@@ -77,11 +77,14 @@ def check(w: Random, choice: Mma, m: int, dtype: torch.dtype, monkeypatch: pytes
 def test_every_instance_however_its_work_is_split(
     dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles that are whole, in two, in a few and in so many parts that most of them have no share of the reduction."""
+    """Tiles that are whole, in two, in a few and in so many parts that most of them have no share of the reduction.
+
+    131 thread blocks have parts of two tiles each, and most of 132 have equal parts of one.
+    """
     for n, k, blocksize, nested, offsets in MANY:
         w = random_weight(n, k, blocksize, nested, offsets)
         for m in (1, tokens - 1, tokens, tokens + 1, 2 * tokens + 3):
-            for blocks in (1, 7, 132):
+            for blocks in (1, 7, 131, 132):
                 check(w, launch(tokens, m, n, k, blocks), m, dtype, monkeypatch)
 
 

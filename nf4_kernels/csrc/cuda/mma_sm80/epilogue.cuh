@@ -23,8 +23,8 @@ __device__ __forceinline__ float4* partial_sums(const MmaArgs& args, int block, 
   return args.partials + int64_t{block * 2 + !begins_with} * kUnits<Shape> * Shape::kThreads + threadIdx.x;
 }
 
-// A split tile's counter: one for each thread block that has left its sums, and so much for each that needs them no more. They
-// are apart because one without a share of the reduction ends before others have left theirs.
+// A split tile's counter: one for each thread block that has left its sums, and so much for each that waits for none any more.
+// They are apart because one without a share of the reduction does not wait until others have left theirs.
 constexpr int kReduced = 1 << 16;
 
 // Leaves a split tile's partial sums in memory and says so.
@@ -42,8 +42,7 @@ __device__ __forceinline__ void leave_sums(const MmaArgs& args, int tile,
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(args.counters + tile, 1);
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(args.counters + tile) : "memory");
   }
 }
 
@@ -62,6 +61,7 @@ __device__ __noinline__ void reduce_tile(const MmaArgs& args, int tile) {
     } while (there % kReduced < parts);
   }
   __syncthreads();
+  int before = threadIdx.x == 0 ? atomicAdd(counter, kReduced) : 0;
   constexpr int64_t kBlockSums = int64_t{2} * kUnits<Shape> * Shape::kThreads;
   const float4* of_first = partial_sums<Shape>(args, first, tile);
   // The other thread blocks begin with this tile.
@@ -71,18 +71,26 @@ __device__ __noinline__ void reduce_tile(const MmaArgs& args, int tile) {
   for (; unit < end; ++unit) {
     float4 sum = __ldcg(of_first + unit * Shape::kThreads);
     const float4* from = of_others + unit * Shape::kThreads;
-#pragma unroll 8
-    for (int other = 1; other < parts; ++other) {
-      float4 more = __ldcg(from + other * kBlockSums);
-      sum.x += more.x;
-      sum.y += more.y;
-      sum.z += more.z;
-      sum.w += more.w;
+#pragma unroll 1
+    for (int first_other = 1; first_other < parts; first_other += 8) {
+      float4 more[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (first_other + i < parts) more[i] = __ldcg(from + (first_other + i) * kBlockSums);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (first_other + i >= parts) break;
+        sum.x += more[i].x;
+        sum.y += more[i].y;
+        sum.z += more[i].z;
+        sum.w += more[i].w;
+      }
     }
     writer.write(args, unit / Shape::kTiles, unit % Shape::kTiles, sum);
   }
   // The last of all leaves the counter zero.
-  if (threadIdx.x == 0 && atomicAdd(counter, kReduced) == (parts - 1) * kReduced + parts) *counter = 0;
+  if (threadIdx.x == 0 && before == (parts - 1) * kReduced + parts) *counter = 0;
 }
 
 }  // namespace nf4

@@ -28,8 +28,9 @@ struct MmaArgs {
   // Where k steps lie in the groups of 256 nested scales, which in a shard are the whole weight's: the first k step of all,
   // and how far one row's lie behind those of the row before.
   int place_first, place_pitch;
-  // The thread blocks' shares of all tiles' k steps, in order; the first `more` of them have one step more.
-  int share, more;
+  // Groups of `parts` thread blocks have `span` k steps each, in order: a tile's, or those of all tiles. In a group each thread
+  // block has `share` of them, and the first `more` one more.
+  int span, parts, share, more;
   Gate gate;
 
   // A row of m16 tile `tile` of all. Where the epilogue gates, the lower half of its rows are gates and the upper one their
@@ -39,10 +40,14 @@ struct MmaArgs {
   }
   // The same, or the weight's last row.
   __device__ __forceinline__ int row_within(int tile, int r) const { return min(row(tile, r), n - 1); }
-  __device__ __forceinline__ int first_step(int block) const { return block * share + min(block, more); }
+  __device__ __forceinline__ int first_step(int block) const {
+    int group = block / parts, part = block - group * parts;
+    return group * span + part * share + min(part, more);
+  }
   __device__ __forceinline__ int block_of(int step) const {
-    int longer = more * (share + 1);
-    return step < longer ? step / (share + 1) : more + (step - longer) / share;
+    int group = step / span, longer = more * (share + 1);
+    step -= group * span;
+    return group * parts + (step < longer ? step / (share + 1) : more + (step - longer) / share);
   }
 };
 

@@ -73,9 +73,12 @@ MmaArgs build_args(const Nf4Linear& linear, const MmaPlan& plan) {
   args.scale_shift = log2_of(w.blocksize / 64);
   args.place_first = w.group_offset << args.scale_shift;
   args.place_pitch = args.k_steps + (w.group_skip << args.scale_shift);
-  int steps = (args.n + kMmaRows - 1) / kMmaRows * args.token_tiles * args.k_steps;
-  args.share = steps / plan.grid;
-  args.more = steps % plan.grid;
+  int tiles = (args.n + kMmaRows - 1) / kMmaRows * args.token_tiles;
+  bool even = plan.grid % tiles == 0;  // then none has parts of two tiles
+  args.span = args.k_steps * (even ? 1 : tiles);
+  args.parts = even ? plan.grid / tiles : plan.grid;
+  args.share = args.span / args.parts;
+  args.more = args.span % args.parts;
   args.gate = gate_of(linear);
   return args;
 }

@@ -57,26 +57,28 @@ __global__ void __launch_bounds__(kWarps * 32, 1) linear_mma(const __grid_consta
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   int first = args.first_step(blockIdx.x);
   unsigned count = args.first_step(blockIdx.x + 1) - first;
-  CodesLoader<Shape> codes_loader(args, base, first);
+  MmaStep at(args, first);
+  if (threadIdx.x < 2 * Shape::kChunks) {
+    barrier_init(Shape::full(base, 0) + threadIdx.x * 8, threadIdx.x < Shape::kChunks ? Shape::kThreads : kWarps);
+  }
+  copy_scale_code(args.weight, base + Shape::kScaleCode, Shape::kThreads);
+  copies_commit();
+  CodesLoader<Shape> codes_loader(args, base, at);
 #pragma unroll
   for (int i = 0; i < Shape::kCodesAhead; ++i) {
     codes_loader.load(args, i, count);
     copies_commit();
   }
-  if (threadIdx.x < 2 * Shape::kChunks) {
-    barrier_init(Shape::full(base, 0) + threadIdx.x * 8, threadIdx.x < Shape::kChunks ? Shape::kThreads : kWarps);
-  }
-  ActivationsLoader<T, Shape> activations_loader(args, base, first);
-  Scales<Shape> scales(args, first);
+  ActivationsLoader<T, Shape> activations_loader(args, base, at);
+  Scales<Shape> scales(args, at);
   scales.load(args, 0, count);
-  fill_table<T>(shared);
-  float* code = reinterpret_cast<float*>(shared + Shape::kScaleCode);
-  if (args.weight.absmax_8bit) {
-    for (int i = threadIdx.x; i < 256; i += Shape::kThreads) code[i] = __ldg(args.weight.absmax_code + i);
-  }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < Shape::kChunksAhead; ++i) activations_loader.load(args, count);
+  fill_table<T, Shape::kThreads>(shared);
+  const float* code = reinterpret_cast<const float*>(shared + Shape::kScaleCode);
+  copies_wait<Shape::kCodesAhead>();
+  __syncthreads();
 
   unsigned codes = base + Shape::kCodes + warp * Shape::kRowTiles * 512 + lane * 8;
   unsigned tokens = base + g * kTableStride + piece_offset(g, 2 * t), lane_offset = lane * 4;
@@ -92,7 +94,6 @@ __global__ void __launch_bounds__(kWarps * 32, 1) linear_mma(const __grid_consta
 #pragma unroll
     for (int i = 0; i < kOperands; ++i) read.decode(operands, i, lane_offset);
   }
-  MmaStep at(args, first);
   float acc[Shape::kRowTiles][kTiles][4];
   unsigned index = 0;  // of the thread block's k steps
   // Multiplies a k step, and decodes the next one's codes.

@@ -26,19 +26,6 @@ __device__ __forceinline__ void copy_codes(unsigned target, const void* source, 
 #endif
 }
 
-__device__ __forceinline__ void copies_commit() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-template <int kPending>
-__device__ __forceinline__ void copies_wait() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
-}
-
 // Loads the codes of a warp's own rows, k step by k step.
 template <typename Shape>
 struct CodesLoader {
@@ -47,8 +34,8 @@ struct CodesLoader {
   unsigned target;
   MmaStep at;
 
-  __device__ __forceinline__ CodesLoader(const MmaArgs& args, unsigned shared, int first)
-      : policy(codes_policy()), at(args, first) {
+  __device__ __forceinline__ CodesLoader(const MmaArgs& args, unsigned shared, const MmaStep& first)
+      : policy(codes_policy()), at(first) {
     target = shared + Shape::kCodes + threadIdx.x / 32 * Shape::kRowTiles * 512 + threadIdx.x % 32 * 16;
     find_rows(args);
   }
@@ -85,9 +72,13 @@ struct ActivationsLoader {
   unsigned shared, chunk;
   MmaStep at[kSteps];
 
-  __device__ __forceinline__ ActivationsLoader(const MmaArgs& args, unsigned shared, int first) : shared(shared), chunk(0) {
+  __device__ __forceinline__ ActivationsLoader(const MmaArgs& args, unsigned shared, const MmaStep& first)
+      : shared(shared), chunk(0) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) at[i] = MmaStep(args, first + slot_of(i) / Shape::kTokens);
+    for (int i = 0; i < kSteps; ++i) {
+      at[i] = first;
+      at[i].advance(args, slot_of(i) / Shape::kTokens);
+    }
   }
   // The slot of a thread's i-th piece.
   __device__ __forceinline__ static int slot_of(int i) { return (threadIdx.x + i * Shape::kThreads) / 8; }
@@ -123,7 +114,9 @@ struct Scales {
   float absmax[kRows], offset[kRows];
   MmaStep at;
 
-  __device__ __forceinline__ Scales(const MmaArgs& args, int first) : at(args, first + threadIdx.x % 4) {}
+  __device__ __forceinline__ Scales(const MmaArgs& args, const MmaStep& first) : at(first) {
+    at.advance(args, threadIdx.x % 4);
+  }
   // Loads what belongs to the k steps from `index` of `count` on; beyond the last one it is that of any.
   __device__ __forceinline__ void load(const MmaArgs& args, unsigned index, unsigned count) {
     if (index >= count) return;

@@ -6,23 +6,35 @@
 
 namespace nf4 {
 
-// Fills all copies of the table's entries.
-template <typename T>
+// Fills all copies of the table's entries. kThreads: the block's; 0 if only the launch knows them. Then threads read the codebook
+// from local memory, one code after the other, as whole/ was tested.
+template <typename T, int kThreads>
 __device__ __forceinline__ void fill_table(char* shared) {
   constexpr float codes[16] = {NF4_CODEBOOK};
   float code = codes[0];
 #pragma unroll
   for (int i = 1; i < 16; ++i) {
-    code = threadIdx.x % 16 == i ? codes[i] : code;
-    asm volatile("" : "+f"(code));  // else the codes become an array in memory
+    if constexpr (kThreads > 0) {
+      float other = codes[i];
+      asm volatile("" : "+f"(other));
+      code = threadIdx.x % 16 == i ? other : code;
+    } else {
+      code = threadIdx.x % 16 == i ? codes[i] : code;
+      asm volatile("" : "+f"(code));  // else the codes become an array in memory
+    }
   }
-  for (int entry = threadIdx.x; entry < 256; entry += blockDim.x) {
+  for (int entry = threadIdx.x; entry < 256;) {
     float high = __shfl_sync(~0u, code, entry / 16);
     unsigned pair = pack2<T>(high * kStretch, code * kStretch);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // Neighbouring threads write different banks.
       *reinterpret_cast<uint4*>(shared + entry * kTableStride + (i + entry) % 8 * 16) = make_uint4(pair, pair, pair, pair);
+    }
+    if constexpr (kThreads > 0) {
+      entry += kThreads;
+    } else {
+      entry += blockDim.x;
     }
   }
 }
@@ -36,6 +48,29 @@ __device__ __forceinline__ void copy_or_zero(unsigned target, const void* source
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
                : "memory");
+#endif
+}
+
+// Copies the code of nested scales, if they are nested, with the block's first threads.
+__device__ __forceinline__ void copy_scale_code(const Nf4Weight& weight, unsigned target, int threads) {
+#if __CUDA_ARCH__ >= 800
+  if (!weight.absmax_8bit) return;
+  for (int i = threadIdx.x; i < 256; i += threads) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target + i * 4), "l"(weight.absmax_code + i) : "memory");
+  }
+#endif
+}
+
+__device__ __forceinline__ void copies_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int kPending>
+__device__ __forceinline__ void copies_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }
 

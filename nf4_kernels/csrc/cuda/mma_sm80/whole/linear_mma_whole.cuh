@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) linear_mma_whole(const __g
   if (threadIdx.x < 2 * kRing) {
     barrier_init(base + Shape::kBarriers + threadIdx.x * 8, threadIdx.x < kRing ? 32 : blockDim.x / 32 - 1);
   }
-  fill_table<T>(shared);
+  fill_table<T, 0>(shared);
   if (args.weight.absmax_8bit) {
     float* code = reinterpret_cast<float*>(shared + Shape::kScaleCode);
     for (int i = threadIdx.x; i < 256; i += blockDim.x) code[i] = __ldg(args.weight.absmax_code + i);
