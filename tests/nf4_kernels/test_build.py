@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nf4_kernels import build
+from nf4_kernels.plan.rows import rows_instances
 
 
 def executable(path: Path) -> str:
@@ -141,35 +142,34 @@ def test_the_build_runs_without_torch() -> None:
 
 
 @pytest.mark.slow
-def test_linear_rows_is_more_than_a_trap_on_every_gpu(tmp_path: Path) -> None:
+def test_linear_rows_is_more_than_a_trap_where_plans_have_it(tmp_path: Path) -> None:
     """The kernel traps where shared memory does not begin where it should; the compiler knows, and drops the rest."""
     nvcc = build.find_nvcc()
     if nvcc is None:
         pytest.skip("no nvcc here")
-    source, archs = tmp_path / "one.cu", build.CUDA_ARCHS.split(";")
+    source, archs = tmp_path / "some.cu", build.CUDA_ARCHS.split(";")
+    instances = [(8, 2, 1), (16, 4, 1)]
     source.write_text(
         '#include "cuda/rows/linear_rows.cuh"\n'
         + "".join(
-            f"template __global__ void nf4::linear_rows<__nv_bfloat16, 8, 2, 1, true, false, {last}>"
+            f"template __global__ void nf4::linear_rows<__nv_bfloat16, {warps}, {blocks}, {tiles}, true, false, {last}>"
             "(const __grid_constant__ nf4::RowsArgs);\n"
+            for warps, blocks, tiles in instances
             for last in ("false, false", "true, false", "true, true")
         )
     )
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     command = [
-        nvcc,
-        "-std=c++17",
-        "-I",
-        str(build.SOURCES),
-        *targets,
-        "-Xptxas",
-        "-v",
-        "-c",
-        str(source),
-        "-o",
-        str(tmp_path / "one.o"),
-    ]
+        nvcc, "-std=c++17", "-I", str(build.SOURCES), *targets, "-Xptxas", "-v", "-c", str(source),
+        "-o", str(tmp_path / "some.o"),
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    registers = re.findall(r"Used (\d+) registers", done.stdout + done.stderr)
-    assert len(registers) == 3 * len(archs)
-    assert all(int(count) > 40 for count in registers), registers
+    found = re.findall(
+        r"entry function '\w+Li(\d+)ELi(\d+)ELi(\d+)E\w+' for 'sm_(\d+)a?'.*?Used (\d+) registers",
+        done.stdout + done.stderr,
+        re.DOTALL,
+    )
+    assert len(found) == 3 * len(instances) * len(archs)
+    for warps, blocks, tiles, arch, registers in found:
+        is_planned = (int(warps), int(blocks), int(tiles)) in rows_instances(int(arch))
+        assert (int(registers) > 40) == is_planned, (warps, blocks, tiles, arch, registers)
