@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from server.engine.runtime.layers.stateful import delta_chunks, pieces
-from server.engine.runtime.states.kinds import LONG_CHUNK
+from server.engine.runtime.states.kinds import LONG_CHUNK, gated_delta
+from server.engine.runtime.states.pool import StateStep
 from tests.engine.interpreted import run_interpreted
 from tests.nf4_kernels.gated_delta_layers import Layer, Sequence, flags, indices, is_close, random_layer
 
@@ -57,8 +58,11 @@ def recurrence(
     return o.to(v.dtype), states.float()
 
 
-def check_chunks(layer: Layer, bound: float) -> None:
-    """A padding sequence, one without tokens, sequences that begin and that go on, and rows behind the chunks."""
+def check_chunks(layer: Layer, bound: float, is_captured: bool = False) -> None:
+    """A padding sequence, one without tokens, sequences that begin and that go on, and rows behind the chunks.
+
+    is_captured: in the one piece of a CUDA graph, where the results of those rows go nowhere.
+    """
     device = layer.state.device.type
     lengths, slots = (1, 70, 2, 0, 64, 130, 5), (6, 0, -1, 2, 3, 4, 7)
     has_state = (True, False, True, True, True, False, True)
@@ -71,11 +75,13 @@ def check_chunks(layer: Layer, bound: float) -> None:
     for x in inputs:
         x[starts[2] : starts[3]] = x[starts[-1] :] = float("nan")
     p = layer.tensors(inputs)
-    own = pieces.cut(
-        delta_chunks.max_tokens(p), lengths, indices(*slots, device=device), flags(*has_state, device=device)
-    )
+    bounds = torch.tensor(starts, dtype=torch.int32, device=device)
+    chunks, goes_on = indices(*slots, device=device), flags(*has_state, device=device)
+    step = StateStep(chunks[:0], chunks, bounds, goes_on, lengths, is_captured=is_captured)
+    kind = gated_delta(1, 1, 1, 1, 1, torch.float32)
+    own = pieces.pieces_of(step, kind, starts[-1] + 3, delta_chunks.max_tokens(p))
     out = delta_chunks.chunks(p, own)
-    assert not out[starts[-1] :].any()
+    assert is_captured or not out[starts[-1] :].any()
     for i, slot in enumerate(slots):
         rows = slice(starts[i], starts[i + 1])
         if slot >= 0 and lengths[i]:
@@ -84,16 +90,19 @@ def check_chunks(layer: Layer, bound: float) -> None:
             assert torch.equal(layer.conv_state[slot].double().cpu(), sequences[i].conv_state)
 
 
-def check_interpreted() -> None:
-    """The launches around fla's, in pieces of 64 tokens."""
+def check_interpreted(is_captured: bool) -> None:
+    """The launches around fla's, in pieces of 64 tokens or in that of a graph."""
     delta_chunks._rule = lambda: recurrence  # type: ignore[assignment]
     delta_chunks.MAX_LIVE_BYTES = 1
-    check_chunks(random_layer((2, 6, 16, 8), slots=8), 2e-5)
+    check_chunks(random_layer((2, 6, 16, 8), slots=8), 2e-5, is_captured)
 
 
-def test_launches_around_the_rule() -> None:
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_launches_around_the_rule(is_captured: bool) -> None:
     pytest.importorskip("triton")
-    run_interpreted("from tests.engine.layers.test_delta_chunks import check_interpreted; check_interpreted()")
+    run_interpreted(
+        f"from tests.engine.layers.test_delta_chunks import check_interpreted; check_interpreted({is_captured})"
+    )
 
 
 def test_configurations_have_the_names_of_kernels() -> None:
@@ -110,12 +119,18 @@ def test_configurations_have_the_names_of_kernels() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "dtype"), [((2, 6, 128, 128), torch.bfloat16), ((2, 2, 64, 32), torch.float16)])
-@pytest.mark.parametrize("max_live_bytes", [delta_chunks.MAX_LIVE_BYTES, 1])
+@pytest.mark.parametrize(
+    ("max_live_bytes", "is_captured"), [(delta_chunks.MAX_LIVE_BYTES, False), (1, False), (1, True)]
+)
 def test_fla_gives_the_recurrence(
-    heads: tuple[int, int, int, int], dtype: torch.dtype, max_live_bytes: int, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    max_live_bytes: int,
+    is_captured: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one piece, and in pieces of 64 tokens."""
+    """In one piece, in pieces of 64 tokens, and in that of a graph."""
     monkeypatch.setattr(delta_chunks, "MAX_LIVE_BYTES", max_live_bytes)
     layer = random_layer(heads, slots=8, dtype=dtype, device="cuda")
     assert delta_chunks.takes(layer.tensors(layer.inputs(1)), LONG_CHUNK)
-    check_chunks(layer, 2e-2)
+    check_chunks(layer, 2e-2, is_captured)
