@@ -20,7 +20,7 @@ def behind(name: str, folder: Path, change: Callable[[Any], None]) -> torch.Tens
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.3-70b"])
 def test_of_a_right_engine(name: str, tmp_path: Path) -> None:
-    check_behind(behind(name, tmp_path, lambda model: None), NEAR_TIE, 0.9, 0.975)
+    check_behind(behind(name, tmp_path, lambda model: None), NEAR_TIE, 0.85, 0.975)
 
 
 def one_norm(model: Any) -> None:
@@ -37,5 +37,5 @@ def test_of_a_wrong_one(change: Callable[[Any], None], tmp_path: Path) -> None:
     found = behind("llama-3.3-70b", tmp_path, change)
     best = (found == 0).float()
     assert found.max() > NEAR_TIE
-    assert best.mean(1).min() < 0.9
+    assert best.mean(1).min() < 0.85
     assert best.mean() < 0.975
