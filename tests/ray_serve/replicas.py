@@ -80,7 +80,9 @@ def stream(http: httpx.Client, content: str, max_tokens: int = 24) -> list[str]:
 def whole(lines: list[str]) -> bool:
     """Whether a stream ended as it should; otherwise it has to end with an error in OpenAI's shape."""
     if lines[-1] == "data: [DONE]":
-        assert sum('"content":' in line for line in lines) > 20
+        # Events of a busy machine have several tokens.
+        assert sum('"content":' in line for line in lines) > 4
+        assert '"finish_reason":"length"' in lines[-2]
         return True
     error = json.loads(lines[-1].removeprefix("data: "))["error"]
     assert set(error) == {"message", "type", "param", "code"}
