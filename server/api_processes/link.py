@@ -123,9 +123,12 @@ def read_setup(end: socket.socket) -> Setup:
 
 
 def _exactly(end: socket.socket, count: int) -> bytes:
-    data = end.recv(count, socket.MSG_WAITALL)
-    if len(data) < count:
-        raise EOFError("the first API process has ended")
+    data = b""
+    while len(data) < count:  # MSG_WAITALL, too, gives less if a signal comes
+        part = end.recv(count - len(data))
+        if not part:
+            raise EOFError("the first API process has ended")
+        data += part
     return data
 
 
