@@ -26,7 +26,7 @@ INSTANCES = (
 # The same for devices whose blocks have 99 KB of shared memory.
 SMALL_INSTANCES = ((8, 1, 1), (8, 2, 1), (4, 2, 2), (4, 4, 2), (4, 2, 4))
 _SMALL_SHARED_BYTES = 99 << 10
-MOST_ROWS_BLOCKS = 80
+MAX_ROWS_BLOCKS = 80
 """k blocks of an instance on GPUs that have linear_mma, which is faster for weights of longer rows."""
 _EVEN_SHARE = 0.95
 """The least share of a device's multiprocessors that a launch has to keep busy where its runs can be equally long."""
@@ -94,7 +94,7 @@ def rows_instances(arch: int) -> tuple[tuple[int, int, int], ...]:
     """The instances that are compiled for a GPU: kIsPlanned of csrc/cuda/rows/layout.cuh."""
     if shared_bytes(arch) == _SMALL_SHARED_BYTES:
         return SMALL_INSTANCES
-    return INSTANCES if arch >= 90 else tuple(one for one in INSTANCES if one[0] * one[1] <= MOST_ROWS_BLOCKS)
+    return INSTANCES if arch >= 90 else tuple(one for one in INSTANCES if one[0] * one[1] <= MAX_ROWS_BLOCKS)
 
 
 def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int, slots: int = 0) -> int:

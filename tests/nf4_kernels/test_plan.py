@@ -30,7 +30,7 @@ from nf4_kernels.plan import (
 )
 from nf4_kernels.plan.mma import mma_cost
 from nf4_kernels.plan.posed import posed_dequantize_cost, posed_rows_cost
-from nf4_kernels.plan.rows import CLUSTERS, GROUP_ROWS, HALF_ROWS, MOST_ROWS_BLOCKS, rows_candidates, rows_instances
+from nf4_kernels.plan.rows import CLUSTERS, GROUP_ROWS, HALF_ROWS, MAX_ROWS_BLOCKS, rows_candidates, rows_instances
 from nf4_kernels.plan.wgmma import WGMMA_COSTS, wgmma_candidates
 
 ROOT = build.ROOT.parent
@@ -264,7 +264,7 @@ def test_the_instances_are_those_compiled() -> None:
         return {tuple(map(int, one.split(", ")[:numbers])) for one in found}
 
     assert compiled("rows/linear_rows.cu", 3) == {*INSTANCES, *SMALL_INSTANCES}
-    assert f"kMostRowsBlocks = {MOST_ROWS_BLOCKS};" in (SOURCES / "rows" / "linear_rows.cuh").read_text()
+    assert f"kMaxRowsBlocks = {MAX_ROWS_BLOCKS};" in (SOURCES / "rows" / "linear_rows.cuh").read_text()
     assert compiled("wgmma_sm90/instances.cuh", 2) == set(WGMMA_INSTANCES)
     tiles = {(warps, tokens // 8) for warps, tokens in MMA_COSTS}
     assert compiled("mma_sm80/instances.cuh", 2) == tiles

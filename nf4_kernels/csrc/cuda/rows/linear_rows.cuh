@@ -275,7 +275,7 @@ __device__ __forceinline__ void run_linear_rows(const RowsArgs& args) {
 }
 
 // GPUs that have linear_mma have no instance of more k blocks: for weights of longer rows it is faster.
-constexpr int kMostRowsBlocks = 80;
+constexpr int kMaxRowsBlocks = 80;
 
 // kTimed: one warp times its decoding. It is a kernel of its own, since a second loop beside the first, though
 // no warp enters it, makes the first one up to 50 % slower (registers).
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) *
     linear_rows(const __grid_constant__ RowsArgs args) {
 #if __CUDA_ARCH__ >= 800
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
-  constexpr bool kMmaIsFaster = __CUDA_ARCH__ < 900 && kWarps * kBlocks > kMostRowsBlocks;
+  constexpr bool kMmaIsFaster = __CUDA_ARCH__ < 900 && kWarps * kBlocks > kMaxRowsBlocks;
   if constexpr (kIsPlanned<Layout::total(2, 1, 0)> && !kMmaIsFaster) {
     run_linear_rows<T, Layout, kWarps, kBlocks, kTiles, kNested, kTimed, kNormalises, kGates>(args);
   } else {
