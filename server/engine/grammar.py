@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ QUICK_S = 0.0005
 """For this many seconds masks are found one after another; the remaining ones of the step are found on several threads."""
 _UNFOLLOWABLE = "forced bytes: got", "NoExtensionBias", "lexer error", "oo many", "fuel", "limit"
 """Parts of llguidance's messages where no tokens make up what has to follow, and where it takes more than the limits."""
+_SPECIAL = re.compile(rb"\xff\[\d+\]")
+"""How llguidance writes a special token among bytes."""
 THREADED_STEPS = 15
 """After a step whose masks took longer, this many steps have all their masks found on several threads."""
 
@@ -209,7 +212,7 @@ class Grammars:
         # llguidance's limits bound time and memory of compilation and of each mask.
         matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         check(matcher)
-        forced: bytes = matcher.compute_ff_bytes()
+        forced: bytes = _SPECIAL.sub(b"", matcher.compute_ff_bytes())
         literals = [part.get(LITERAL_CHARACTERS, "") for part in json.loads(grammar)["grammars"]]
         for character in "".join([*literals, forced.decode(errors="ignore")]):
             if not self._token_bytes.issuperset(character.encode()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLTokenizer
 
@@ -17,9 +18,9 @@ def grammar_tokenizer(folder: Path, vocab_size: int | None, eos_token_id: int | 
     definition = (
         file.read_text(encoding="utf-8") if file.is_file() else load_tokenizer(folder).backend_tokenizer.to_str()
     )
-    definition = _without_prefix(definition)
+    definition, size = _without_marks(_without_prefix(definition))
     try:
-        return LLTokenizer(definition, n_vocab=vocab_size, eos_token=eos_token_id)
+        return LLTokenizer(definition, n_vocab=max(size, vocab_size or 0) or None, eos_token=eos_token_id)
     except ValueError:  # it refuses a size below the tokenizer's own
         return LLTokenizer(definition, eos_token=eos_token_id)
 
@@ -37,3 +38,26 @@ def _without_prefix(definition: str) -> str:
         if stage.get("type") == "ByteLevel":
             stage["add_prefix_space"] = False
     return json.dumps(document, ensure_ascii=False)
+
+
+def _without_marks(definition: str) -> tuple[str, int]:
+    """The tokenizer without added tokens that llguidance takes for special ones, which are all of the form <...>; its size.
+
+    It encodes forced text with the tokenizer, and fails at such a token, which stands for no text. Grammars name these
+    tokens by their ids. Those that the vocabulary itself has stay, as they would be text without this.
+    """
+    found = re.search(r'"added_tokens"\s*:\s*(?=\[)', definition)
+    if found is None:
+        return definition, 0
+    tokens, end = json.JSONDecoder().raw_decode(definition, found.end())
+    rest = definition[end:]
+    kept = [
+        token for token in tokens if not _is_mark(token) or json.dumps(token["content"], ensure_ascii=False) in rest
+    ]
+    size = max((token["id"] + 1 for token in tokens), default=0)
+    return f"{definition[: found.end()]}{json.dumps(kept, ensure_ascii=False)}{rest}", size
+
+
+def _is_mark(token: dict[str, Any]) -> bool:
+    """Whether llguidance takes an added token for a special one."""
+    return bool(token["special"]) or (token["content"].startswith("<") and token["content"].endswith(">"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from server.text.calls.parser import CallDelta, ToolParser
 from server.text.calls.scanner import ObjectScanner
+from server.text.harmony import HarmonySplitter
 from server.text.reasoning import ReasoningSplitter
 
 
@@ -89,7 +90,7 @@ class AnswerParser:
 
     def __init__(
         self,
-        reasoning: ReasoningSplitter | None = None,
+        reasoning: ReasoningSplitter | HarmonySplitter | None = None,
         tools: ToolParser | None = None,
         *,
         single_call: bool = False,

@@ -9,6 +9,7 @@ from typing import Any
 from server.text.dialect import Dialect
 from server.text.errors import PromptError
 from server.text.guard import SpecialTextGuard
+from server.text.histories import one_call_each, with_written_calls
 from server.text.image_marks import IMAGE, in_parts
 
 # Names that transformers or the template's sandbox give a meaning of their own.
@@ -41,6 +42,8 @@ class ChatTemplate:
             {*(token.content for token in added if token.special), *tokenizer.all_special_tokens},
             {token.content for token in added}.intersection(self.dialect.marks),
         )
+        self._shows_thinking = "message.thinking" in (self._source_with_tools or "")
+        self._shows_calls = "tool_calls" in (self._source_with_tools or "")
         self._wants_parts = self.source is not None and self._only_takes_parts()
         self._knows_developer = self.source is not None and "developer" in self.source
         self._takes_system = self._takes_late_system = self._takes_any_id = True
@@ -77,6 +80,10 @@ class ChatTemplate:
         tools = self.guard.mark(list(tools))
         if self.dialect.family == "generic":
             messages, tools = self.dialect.with_tools(messages, tools), ()
+        elif self.dialect.family == "lfm2" and not self._shows_calls:
+            messages = [with_written_calls(message) for message in messages]
+        elif self.dialect.family == "harmony":
+            messages = one_call_each(messages)
         if not self._takes_late_system:
             messages = _with_early_system(messages)
         if not self._takes_system:
@@ -118,6 +125,8 @@ class ChatTemplate:
         prepared = dict(self.guard.mark(message, marks=message["role"] in ("user", "tool")))
         if prepared["role"] == "developer" and not self._knows_developer:
             prepared["role"] = "system"  # its older name, with the same meaning
+        if self._shows_thinking and "reasoning_content" in prepared:
+            prepared["thinking"] = prepared["reasoning_content"]
         if not self._takes_any_id:
             calls = [{**call, "id": _short_id(call["id"])} for call in prepared.get("tool_calls", ())]
             prepared |= {"tool_calls": calls} if calls else {}

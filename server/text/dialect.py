@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
 from server.text.calls.json_calls import JsonToolParser
-from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call
+from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call, read_python_calls
 from server.text.calls.mistral_calls import MistralToolParser
 from server.text.calls.parser import ToolParser
+from server.text.calls.tagged_calls import GLM, XML, TaggedToolParser
+from server.text.harmony import CALL, HarmonySplitter
+from server.text.harmony import MARKS as HARMONY_MARKS
 from server.text.reasoning import MARKS, ReasoningMarks, ReasoningSplitter
 
-Family = Literal["hermes", "llama", "mistral", "gemma", "gemma4", "generic"]
+Family = Literal["hermes", "xml", "glm", "lfm2", "llama", "mistral", "gemma", "gemma4", "harmony", "generic"]
 
 MAX_CALLS = 16
 """Calls that a forced answer may hold; a small model would go on for ever."""
@@ -58,8 +61,10 @@ class Dialect:
     def marks(self) -> tuple[str, ...]:
         """Texts that must not be dropped from an answer that is parsed, special tokens or not."""
         calls: dict[Family, tuple[str, ...]] = {
-            "hermes": ("<tool_call>", "</tool_call>"),
-            "generic": ("<tool_call>", "</tool_call>"),
+            **dict.fromkeys(("hermes", "generic", "xml"), ("<tool_call>", "</tool_call>")),
+            "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+            "harmony": HARMONY_MARKS,
             "llama": ("<|python_tag|>",),
             "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
             "gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
@@ -68,11 +73,24 @@ class Dialect:
         thoughts = (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
         return (*calls[self.family], *thoughts)
 
-    def tool_parser(self, names: Collection[str]) -> ToolParser:
-        """A parser for one answer to a request with functions of these names."""
+    @property
+    def splits(self) -> bool:
+        """Whether answers have parts besides content that no request asks for."""
+        return self.reasoning is not None or self.family == "harmony"
+
+    def tool_parser(self, functions: Mapping[str, Any]) -> ToolParser:
+        """A parser for one answer to a request with functions of these names and parameters."""
         match self.family:
             case "llama":
-                return JsonToolParser("<|python_tag|>", None, bare=names)
+                return JsonToolParser("<|python_tag|>", None, bare=functions)
+            case "xml":
+                return TaggedToolParser(XML, functions)
+            case "glm":
+                return TaggedToolParser(GLM, functions)
+            case "lfm2":
+                return MarkedToolParser("<|tool_call_start|>", "<|tool_call_end|>", read_python_calls)
+            case "harmony":
+                return JsonToolParser(CALL, None)
             case "mistral":
                 return MistralToolParser()
             case "gemma":
@@ -84,15 +102,31 @@ class Dialect:
             case _:
                 return JsonToolParser("<tool_call>", "</tool_call>")
 
-    def reasoning_splitter(self, prompt: str) -> ReasoningSplitter | None:
-        """A splitter for the answer to this prompt; None where the model writes no thoughts."""
+    def splitter(self, prompt: str, functions: Mapping[str, Any]) -> ReasoningSplitter | HarmonySplitter | None:
+        """What takes the thoughts out of the answer to this prompt; None if the model writes none."""
+        if self.family == "harmony":
+            return HarmonySplitter(prompt, functions)
         if self.reasoning is None:
             return None
-        return ReasoningSplitter(self.reasoning, opened=self.thinks_on(prompt))
+        return ReasoningSplitter(self.reasoning, opened=self.thinks_on(prompt), calls=self._beginnings(functions))
+
+    def _beginnings(self, functions: Mapping[str, Any]) -> list[str]:
+        """Beginnings of calls that no thoughts have by chance."""
+        forms = {
+            "hermes": '<tool_call>\n{{"name": "{}"',
+            "xml": "<tool_call>\n<function={}>",
+            "glm": "<tool_call>{}\n<arg_key>",
+        }
+        form = forms.get(self.family)
+        return [form.format(name) for name in functions] if form else []
 
     def thinks_on(self, prompt: str) -> bool:
         """Whether the prompt ends inside the thoughts."""
-        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.start)
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.opening.rstrip())
+
+    def has_thought(self, prompt: str) -> bool:
+        """Whether the prompt ends behind thoughts, which templates write for models that are told not to think."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.end)
 
     def with_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
         """Messages for a template that knows no tools: instructions first, calls and results as text."""
@@ -136,6 +170,11 @@ _SIGNS: tuple[tuple[str, Family], ...] = (
     ("[TOOL_CALLS]", "mistral"),
     ("<start_function_call>", "gemma"),
     ("<|tool_call>", "gemma4"),
+    ("<|channel|>", "harmony"),
+    ("<parameter=", "xml"),
+    ("<arg_key>", "glm"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama"),
     ('"parameters": ', "llama"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.text.holdback import overlap, split_at
@@ -13,19 +14,32 @@ class ReasoningMarks:
 
     start: str
     end: str
+    label: str = ""
+    """Text that follows the start mark and is no part of the thoughts."""
+
+    @property
+    def opening(self) -> str:
+        """The start mark with its label."""
+        return self.start + self.label
 
 
-MARKS = (ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THINK]"))
+MARKS = (
+    ReasoningMarks("<think>", "</think>"),
+    ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<|channel>", "<channel|>", "thought\n"),  # Gemma 4
+)
 
 
 class ReasoningSplitter:
     """Splits one text. Thoughts come first or not at all; a later start mark is text.
 
-    opened: the prompt ends inside the thoughts, as some templates write the start mark themselves.
+    opened: the prompt ends inside the thoughts, as some templates write the start mark themselves. calls: beginnings of
+    calls of the request's functions, which end thoughts, too, as some models forget the end mark.
     """
 
-    def __init__(self, marks: ReasoningMarks, *, opened: bool) -> None:
+    def __init__(self, marks: ReasoningMarks, *, opened: bool, calls: Sequence[str] = ()) -> None:
         self._marks = marks
+        self._calls = calls
         self._state = "thinking" if opened else "start"
         self._held = ""
 
@@ -39,19 +53,21 @@ class ReasoningSplitter:
         text, self._held = self._held + text, ""
         if self._state == "start":
             stripped = text.lstrip()
-            if stripped.startswith(self._marks.start):
-                self._state, text = "thinking", stripped[len(self._marks.start) :]
-            elif not stripped or overlap(stripped, self._marks.start) == len(stripped):
+            if stripped.startswith(self._marks.opening):
+                self._state, text = "thinking", stripped[len(self._marks.opening) :]
+            elif not stripped or overlap(stripped, self._marks.opening) == len(stripped):
                 self._held = text
                 return "", ""
             else:
                 self._state = "answer"
         if self._state == "thinking":
-            thoughts, mark, rest = split_at(text, (self._marks.end,))
+            thoughts, mark, rest = split_at(text, (self._marks.end, *self._calls))
             if mark is None:
                 self._held = rest
                 return thoughts, ""
             self._state = "gap"
+            if mark != self._marks.end:
+                rest = mark + rest
             return thoughts, self._answer(rest)
         return "", self._answer(text)
 

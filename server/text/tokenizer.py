@@ -95,6 +95,10 @@ class Tokenizer:
         """Id of the special token that is written so; None for other texts."""
         return self.vocabulary.special_ids_by_text.get(text)
 
+    def mark_id(self, text: str) -> int | None:
+        """Id of the token that a grammar has to name for this mark; None for a mark that is text in a grammar."""
+        return self.vocabulary.mark_ids_by_text.get(text)
+
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens, found without encoding; 0 where nothing can be said."""
         return -(-len(text) // self._longest_token) if self._longest_token else 0

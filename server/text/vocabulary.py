@@ -45,6 +45,9 @@ class Vocabulary:
         )
         self._added: dict[int, str] = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
         self.special_ids_by_text = {self._added[i]: i for i in self.special_ids if i in self._added}
+        in_brackets = {text: i for i, text in self._added.items() if text.startswith("<") and text.endswith(">")}
+        self.mark_ids_by_text = in_brackets | self.special_ids_by_text
+        """Tokens that are no text to llguidance: those that are special, and added ones in angle brackets."""
         self.kind, self.strips_leading_space = _decoder_kind(tokenizer)
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from server.text.chat_template import ChatTemplate
+from server.text.dialect import Dialect
 from server.text.errors import PromptError, TokenizerError
 from server.text.tokenizer import Tokenizer
 
@@ -260,3 +261,60 @@ def test_ids_of_calls_fit_a_template_that_checks_them(embedded_folder: Path) -> 
     assert found[2] == "abc123XYZ"
     assert found == ids(CHECKS_IDS, *given)
     assert ids(CHECKS_IDS.replace("length != 9", "length > 99"), *given)[:5] == list(given)
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {
+                "id": str(i),
+                "type": "function",
+                "function": {"name": f"f{i}", "arguments": {"a": "x", "b": [True, None]}},
+            }
+            for i in range(2)
+        ],
+    },
+    *({"role": "tool", "tool_call_id": str(i), "name": f"f{i}", "content": f"r{i}"} for i in range(2)),
+]
+
+
+def test_harmony_has_one_call_in_a_message(embedded_folder: Path) -> None:
+    """As gpt-oss' template: it shows the first call of a message, and takes thoughts or content with it."""
+    template = Templated(
+        embedded_folder,
+        "{{ tools }}{% for message in messages %}{% if message.tool_calls %}"
+        "{% if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "[{{ message.thinking }}]{{ message.tool_calls[0].function.name }}<|channel|>commentary"
+        "{% else %}{{ message.role[0] }}:{{ message.content }}{% endif %} {% endfor %}",
+    )
+    assert template.render(HISTORY).endswith("u:Hi [Hm.]f0<|channel|>commentary t:r0 []f1<|channel|>commentary t:r1 ")
+    spoken = [HISTORY[0], HISTORY[1] | {"content": "I look."}, *HISTORY[2:]]
+    assert "[Hm.\n\nI look.]f0" in template.render(spoken)
+
+
+def test_lfm2_shows_calls_that_its_template_does_not_look_at(embedded_folder: Path) -> None:
+    template = Templated(
+        embedded_folder,
+        "<|tool_list_start|>{{ tools }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}",
+    )
+    call = '(a="x", b=[True, None])'
+    assert f"a:<|tool_call_start|>[f0{call}, f1{call}]<|tool_call_end|> t:r0 " in template.render(HISTORY)
+
+
+@pytest.mark.parametrize(
+    ("source", "family"),
+    [
+        ("{{ tools }}<tool_call>\n<function=f>\n<parameter=a>\n", "xml"),
+        ("{{ tools }}<tool_call>f\n<arg_key>", "glm"),
+        ("{{ tools }}<tool_call>{", "hermes"),
+        ("{{ tools }}<|tool_call_start|>[", "lfm2"),
+        ("{{ tools }}<|tool_call>call:", "gemma4"),
+        ("{{ messages }}", "generic"),
+    ],
+)
+def test_families_by_their_templates(source: str, family: str) -> None:
+    assert Dialect.of(source, []).family == family

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from server.text.answer import AnswerParser
 from server.text.calls.json_calls import JsonToolParser
-from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call
+from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call, read_python_calls
 from server.text.calls.mistral_calls import MistralToolParser
 from server.text.calls.parser import ToolParser
+from server.text.calls.tagged_calls import GLM, XML, TaggedToolParser
 from server.text.reasoning import MARKS, ReasoningSplitter
 from tests.marks import with_rest
 
@@ -32,6 +33,29 @@ def gemma() -> ToolParser:
     return MarkedToolParser(
         "<start_function_call>", "<end_function_call>", lambda body: read_gemma_call(body, "<escape>")
     )
+
+
+PARAMETERS = {"type": "object", "properties": {
+    "a": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}, "b": {"type": "boolean"},
+    "u": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "e": {"enum": ["1", "2"]},
+}}  # fmt: skip
+
+
+def xml() -> ToolParser:
+    return TaggedToolParser(XML, {"f": PARAMETERS, "g": None})
+
+
+def xml_call(name: str = "f", **arguments: object) -> str:
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
+
+
+def glm() -> ToolParser:
+    return TaggedToolParser(GLM, {"f": PARAMETERS, "g": None})
+
+
+def lfm2() -> ToolParser:
+    return MarkedToolParser("<|tool_call_start|>", "<|tool_call_end|>", read_python_calls)
 
 
 Outcome = tuple[str, list[tuple[str, str]]]
@@ -112,6 +136,23 @@ CASES: list[tuple[Callable[[], ToolParser], str, Outcome]] = [
     (MistralToolParser, "plain [text]", ("plain [text]", [])),
     (gemma, "<start_function_call>call:f{a:<escape>x: {y}<escape>,b:[1,2],c:{d:true}}<end_function_call>",
      ("", [("f", '{"a": "x: {y}", "b": [1, 2], "c": {"d": true}}')])),
+    (xml, "Sure.\n" + xml_call(a='x "y"\n</z>\n', n=3, o='{"k": [1]}', u="null", b=True, e=1) + "\n" + xml_call("g"),
+     ("Sure.\n", [("f", '{"a": "x \\"y\\"\\n</z>\\n", "n": 3, "o": {"k": [1]}, "u": null, "b": true, "e": "1"}'),
+                  ("g", "{}")])),
+    (xml, xml_call(n=4).replace("</tool_call>", xml_call("g", z="[1").removeprefix("<tool_call>\n")) + " bye",
+     ("bye", [("f", '{"n": 4}'), ("g", '{"z": "[1"}')])),
+    (xml, "<function=f>\n<parameter=a>12</parameter></function>", ("", [("f", '{"a": "12"}')])),
+    (xml, '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>', ("", [("f", '{"a": "b"}')])),
+    (xml, '<tool_call>\n<function=f>\n<parameter=a>\ncut "', ("", [("f", '{"a": "cut \\"')])),
+    (xml, "<tool_call>nothing</tool_call> and <function=h>", ("<tool_call>nothing</tool_call> and <function=h>", [])),
+    (xml, "<tool_call>\n<func", ("<tool_call>\n<func", [])),
+    (glm, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x\ny</arg_value>\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n"
+     "</tool_call><tool_call>g</tool_call>", ("", [("f", '{"a": "x\\ny", "n": 3}'), ("g", "{}")])),
+    (lfm2, "ok <|tool_call_start|>[f(a='x', o={\"k\": true, 'z': None}, l=[1, -2.5]), c.d(a=\"]\")]<|tool_call_end|>",
+     ("ok ", [("f", '{"a": "x", "o": {"k": true, "z": null}, "l": [1, -2.5]}'), ("c.d", '{"a": "]"}')])),
+    *((lfm2, text, (text, [])) for text in (
+        f"<|tool_call_start|>{body}<|tool_call_end|>" for body in ("[f(1)]", "[f(a=__import__('os'))]", "f(", "[]", "[f, 1]")
+    )),
     (gemma, "<start_function_call>nothing<end_function_call>", ("<start_function_call>nothing<end_function_call>", [])),
 ]  # fmt: skip
 
@@ -140,7 +181,7 @@ def test_any_arguments(value: object, step: int) -> None:
 @given(text=st.text('<>/tol_ca{}[]": nme\n', max_size=60), step=st.integers(1, 5))
 @settings(deadline=None)
 def test_nothing_gets_lost_or_raises(text: str, step: int) -> None:
-    for make in (hermes, llama, MistralToolParser, gemma):
+    for make in (hermes, llama, MistralToolParser, gemma, xml, lfm2):
         content, calls = parse(make(), text, step)
         assert calls or make is MistralToolParser or content.strip() == text.strip()
 
@@ -155,10 +196,16 @@ def test_nothing_gets_lost_or_raises(text: str, step: int) -> None:
         (False, "<thin", ("", "<thin")),
         (True, "never ends </thi", ("never ends </thi", "")),
         (False, "  <think>a</think>", ("a", "")),
+        # Models forget the end of their thoughts, in front of a call of a function that there is.
+        (
+            True,
+            "Is it <tool_call>? <tool_call>\n<function=f>\n",
+            ("Is it <tool_call>? ", "<tool_call>\n<function=f>\n"),
+        ),
     ],
 )
 def test_reasoning(opened: bool, text: str, expected: tuple[str, str], step: int) -> None:
-    parser = AnswerParser(ReasoningSplitter(MARKS[0], opened=opened))
+    parser = AnswerParser(ReasoningSplitter(MARKS[0], opened=opened, calls=["<tool_call>\n<function=f>"]))
     parts = [parser.push(text[i : i + step]) for i in range(0, len(text), step)] + [parser.finish()]
     assert ("".join(p.reasoning for p in parts), "".join(p.content for p in parts)) == expected
 
@@ -172,6 +219,11 @@ LONG = {
     "mistral": (MistralToolParser, '[TOOL_CALLS][{"name": "f", "arguments": ARGUMENTS}]'),
     "named mistral": (MistralToolParser, "[TOOL_CALLS]f[ARGS]ARGUMENTS"),
     "gemma": (gemma, "<start_function_call>call:f{a:<escape>VALUE<escape>}<end_function_call>"),
+    "xml": (xml, xml_call(a="VALUE")),
+    "xml's object": (
+        xml,
+        "<tool_call>\n<function=f>\n<parameter=o>\nARGUMENTS\n</parameter>\n</function>\n</tool_call>",
+    ),
 }
 
 

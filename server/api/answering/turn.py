@@ -24,7 +24,7 @@ from server.api.openai.protocol import CompletionTokensDetails, Usage
 from server.api.openai.structured import check_grammar, form_grammar
 from server.text.answer import AnswerParser, Part
 from server.text.errors import PromptError
-from server.text.grammars.grammar import after_thoughts, either, tools_grammar
+from server.text.grammars.grammar import after_thoughts, as_content, either, tools_grammar
 from server.types import ImageInput, TokenLogprob
 
 
@@ -53,8 +53,8 @@ class _Prompt:
     chat: EncodedChat
     grammar: str | None
     grammar_param: str
-    functions: frozenset[str]
-    """Names of the functions that the model may call."""
+    functions: dict[str, Any]
+    """Parameters of the functions that the model may call, by their names."""
     forced: bool
 
 
@@ -153,9 +153,9 @@ async def start_turn(
             prompt_logprobs=options.prompt_logprobs,
             at_start=not options.continue_final_message,
             grammar=prompt.grammar,
-            keep_marks=bool(prompt.functions) or dialect.reasoning is not None,
+            keep_marks=bool(prompt.functions) or dialect.splits,
             parser=lambda: AnswerParser(
-                dialect.reasoning_splitter(prompt.chat.text),
+                dialect.splitter(prompt.chat.text, prompt.functions),
                 dialect.tool_parser(prompt.functions) if prompt.functions else None,
                 single_call=options.parallel_tool_calls is False,
                 forced=prompt.forced,
@@ -231,14 +231,15 @@ def _prompt(options: ChatOptions, backend: Backend, messages: list[dict[str, Any
             raise bad_request(
                 f"'tool_choice' asks for a call, '{form[2]}' for something else.", "tool_choice", "invalid_value"
             )
-        grammar, param = form_grammar(form), form[2]
+        grammar, param = as_content(form_grammar(form), dialect, tokenizer.mark_id), form[2]
         if forced:  # OpenAI's form is of answers in words, and agents send both: a call now, the form after its result
             grammar, param = None, "tools"
     if tools and (forced or grammar is not None):
         # A function that was named is called once, as OpenAI has it.
         several = options.parallel_tool_calls is not False and not isinstance(options.tool_choice, dict)
-        calls = tools_grammar(dialect, tools, tokenizer.special_id, several=several)
+        calls = tools_grammar(dialect, tools, tokenizer.mark_id, several=several)
         grammar = calls if grammar is None else either(grammar, calls)
-    if grammar is not None:
-        grammar = after_thoughts(grammar, dialect, tokenizer.special_id, opened=dialect.thinks_on(chat.text))
-    return _Prompt(chat, grammar, param, frozenset(tool["function"]["name"] for tool in tools), forced)
+    if grammar is not None and not dialect.has_thought(chat.text):
+        grammar = after_thoughts(grammar, dialect, tokenizer.mark_id, opened=dialect.thinks_on(chat.text))
+    functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    return _Prompt(chat, grammar, param, functions, forced)

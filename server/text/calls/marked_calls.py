@@ -1,10 +1,12 @@
-"""Tool calls in notations that are no JSON, each between two marks: Gemma's."""
+"""Tool calls in notations that are no JSON, between two marks: Gemma's and LFM2's."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from server.text.calls.parser import CallDelta, call_id
 from server.text.holdback import split_at
@@ -14,12 +16,12 @@ _KEY = re.compile(r"""([{,]\s*)([^\s{},:"\[\]][^{},:"]*?)\s*:""")
 
 
 class MarkedToolParser:
-    """Calls in a notation of their own, each between two marks, read when it is complete.
+    """Calls in a notation of their own between two marks, read when the second one comes.
 
-    read turns what stands between the marks into (name, arguments as JSON), or None where it is no call.
+    read turns what stands between the marks into (name, arguments as JSON) of each call; none where it is no call.
     """
 
-    def __init__(self, start: str, end: str, read: Callable[[str], tuple[str, str] | None]) -> None:
+    def __init__(self, start: str, end: str, read: Callable[[str], Sequence[tuple[str, str]]]) -> None:
         self._start, self._end, self._read = start, end, read
         self._held = ""
         self._inside = False
@@ -37,10 +39,10 @@ class MarkedToolParser:
                 self._body.append(part)
                 if mark is not None:
                     body, self._body = "".join(self._body), []
-                    call = self._read(body)
-                    if call is None:
+                    found = self._read(body)
+                    if not found:
                         content += self._start + body + self._end
-                    else:
+                    for call in found:
                         calls.append(CallDelta(self._calls, call_id(), *call))
                         self._calls += 1
                         self._after_call = True
@@ -60,11 +62,11 @@ class MarkedToolParser:
         return (self._start + "".join(self._body) + text if self._inside else text), []
 
 
-def read_gemma_call(body: str, quote: str) -> tuple[str, str] | None:
+def read_gemma_call(body: str, quote: str) -> list[tuple[str, str]]:
     """`call:name{key:value,...}` with strings between quote marks, as Gemma's function-calling models write it."""
     named = re.fullmatch(r"\s*call:([A-Za-z0-9_.\-]+)\s*(\{.*\})\s*", body, re.DOTALL)
     if named is None:
-        return None
+        return []
     pieces = named[2].split(quote)
     written = ""
     for i, piece in enumerate(pieces):
@@ -73,5 +75,44 @@ def read_gemma_call(body: str, quote: str) -> tuple[str, str] | None:
     try:
         arguments = json.loads(written)
     except ValueError:
-        return None
-    return named[1], json.dumps(arguments, ensure_ascii=False)
+        return []
+    return [(named[1], json.dumps(arguments, ensure_ascii=False))]
+
+
+def read_python_calls(body: str) -> list[tuple[str, str]]:
+    """`[name(key="value", ...), ...]`, as LFM2 writes calls, or the JSON that its forced calls are."""
+    try:
+        found = json.loads(body, strict=False)
+        return [(call["name"], json.dumps(call["arguments"], ensure_ascii=False)) for call in found]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    try:
+        tree = ast.parse(body.strip(), mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
+        return [_python_call(call) for call in calls]
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+
+
+def _python_call(call: ast.expr) -> tuple[str, str]:
+    """Raises ValueError."""
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("no call with named arguments")
+    arguments = {str(keyword.arg): _python_value(keyword.value) for keyword in call.keywords}
+    return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)
+
+
+def _python_value(node: ast.expr) -> Any:
+    """A literal, of Python or JSON. Raises ValueError."""
+    match node:
+        case ast.Name("true" | "false" | "null"):
+            return {"true": True, "false": False, "null": None}[node.id]
+        case ast.List() | ast.Tuple():
+            return [_python_value(item) for item in node.elts]
+        case ast.Dict():
+            keys = [ast.literal_eval(key) if key is not None else "" for key in node.keys]
+            return dict(zip(map(str, keys), map(_python_value, node.values), strict=True))
+    value = ast.literal_eval(node)
+    if value is not None and not isinstance(value, str | int | float):
+        raise ValueError("no value of JSON")
+    return value

@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from server.text.dialect import MAX_CALLS, Dialect
 from server.text.grammars.closing import close_objects
 from server.text.grammars.schemas import mend_schema, schema_literals
+from server.text.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
 from server.types import LITERAL_CHARACTERS
 
 # JSON on one line, with a space after a colon or a comma at most: where more is allowed, a small model gets lost in it.
@@ -22,8 +23,8 @@ _BASE = "https://parameters.invalid/"
 
 _COMMA = '","'
 
-SpecialId = Callable[[str], int | None]
-"""Id of a special token by its text; None for one that is plain text to the tokenizer."""
+MarkId = Callable[[str], int | None]
+"""Id of a mark's token; None for a mark that is text to llguidance."""
 
 
 def json_grammar(schema: Any) -> str:
@@ -50,15 +51,11 @@ def text_grammar(grammar: str) -> str:
         raise ValueError(f"it is no grammar: {e}") from e
 
 
-def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special: SpecialId, *, several: bool) -> str:
+def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special: MarkId, *, several: bool) -> str:
     """Answers that are nothing but calls of these tools (their "function" objects), as the dialect writes them."""
     functions = [tool["function"] for tool in tools]
     literals = [text for function in functions for text in schema_literals(_parameters(function))]
-
-    def mark(text: str) -> str:
-        token = special(text)
-        return _quoted(text) if token is None else f"<[{token}]>"
-
+    mark = _marks(special)
     count = MAX_CALLS if several else 1
     match dialect.family:
         case "mistral" if dialect.named_mistral:
@@ -75,6 +72,18 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
             return _lark(_gemma(dialect, functions, mark, count), literals)
         case "llama":
             return _lark(f"start: {_objects(functions, 'parameters')}", literals)
+        case "lfm2":  # its own notation says nothing about the values' types; it may write JSON, too
+            opening, closing = map(mark, dialect.marks[:2])
+            calls = _repeated("call", count, r'"," " "?')
+            lark = f'start: {opening} "[" {calls} "]" {closing}\ncall: {_objects(functions, "arguments")}'
+            return _lark(lark, literals)
+        case "harmony":
+            calls = " | ".join(
+                f"{mark(CHANNEL)} {_quoted('commentary to=functions.' + f['name'] + ' ')} {mark(CONSTRAIN)} "
+                f'"json" {mark(MESSAGE)} {_inline(_parameters(f))}'
+                for f in functions
+            )
+            return _lark(f"start: {calls}", literals)
         case _:
             opening, closing = mark("<tool_call>"), mark("</tool_call>")
             calls, objects = _repeated("call", count, r'"\n"'), _objects(functions, "arguments")
@@ -92,21 +101,52 @@ def either(first: str, second: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": "start: @first | @second"}, *parts]}, ensure_ascii=False)
 
 
-def after_thoughts(grammar: str, dialect: Dialect, special: SpecialId, *, opened: bool) -> str:
+def as_content(grammar: str, dialect: Dialect, special: MarkId) -> str:
+    """The grammar of an answer in words as the dialect writes it."""
+    if dialect.family != "harmony":
+        return grammar
+    mark = _marks(special)
+    return _around(grammar, f'start: {mark(CHANNEL)} "final" {mark(MESSAGE)} @content', "content")
+
+
+def after_thoughts(grammar: str, dialect: Dialect, special: MarkId, *, opened: bool) -> str:
     """The grammar for the answer that follows a reasoning model's thoughts."""
+    mark = _marks(special)
+    if dialect.family == "harmony":
+        thoughts = _until("<|end|>", special)
+        begin, then = f'{mark(CHANNEL)} "analysis" {mark(MESSAGE)}', f'{mark(START)} "assistant"'
+        return _around(grammar, f"start: ({begin} thoughts {then})? @answer\n{thoughts}")
     if dialect.reasoning is None:
         return grammar
-    start, end = dialect.reasoning.start, dialect.reasoning.end
-    opening, closing = special(start), special(end)
-    first = _quoted(start) if opening is None else f"<[{opening}]>"
-    by_text, by_token = f"thoughts[suffix={_quoted(end)}]: /(?s:.*)/", f"thoughts: /(?s:.*)/ <[{closing}]>"
-    thoughts = by_text if closing is None else by_token
-    whole = "thoughts GAP answer"
-    start_rule = f"start: {whole}" if opened else f"start: {first} {whole} | answer"
+    first, label = mark(dialect.reasoning.start), dialect.reasoning.label
+    whole = "thoughts GAP @answer"
+    begun = f"{first} {_quoted(label)} {whole}" if label else f"{first} {whole}"
+    start_rule = f"start: {whole}" if opened else f"start: {begun} | @answer"
+    return _around(grammar, f"{start_rule}\n{_until(dialect.reasoning.end, special)}\nGAP: /\\n{{0,2}}/")
+
+
+def _around(grammar: str, lark: str, name: str = "answer") -> str:
+    """A grammar that has another one in the place of @name."""
     inner = json.loads(grammar)["grammars"]
-    inner[0]["name"] = "answer"
-    lark = f"{start_rule}\n{thoughts}\nGAP: /\\n{{0,2}}/\nanswer: @answer"
+    inner[0]["name"] = name
     return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]}, ensure_ascii=False)
+
+
+def _until(end: str, special: MarkId) -> str:
+    """The rule thoughts: any text until a mark, with it."""
+    token = special(end)
+    by_text, by_token = f"thoughts[suffix={_quoted(end)}]: /(?s:.*)/", f"thoughts: /(?s:.*)/ <[{token}]>"
+    return by_text if token is None else by_token
+
+
+def _marks(special: MarkId) -> Callable[[str], str]:
+    """How a grammar writes a mark: as its token, if it has one."""
+
+    def mark(text: str) -> str:
+        token = special(text)
+        return _quoted(text) if token is None else f"<[{token}]>"
+
+    return mark
 
 
 def _lark(text: str, literals: Iterable[str] = ()) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from server.engine.grammar import GrammarError, Grammars, GrammarState
 from server.engine.scheduling.sequence import Sequence
-from server.text.grammars.grammar import choice_grammar, json_grammar
+from server.text.dialect import Dialect
+from server.text.grammars.grammar import after_thoughts, choice_grammar, json_grammar, tools_grammar
+from server.text.reasoning import MARKS
 from server.types import GenerateRequest, SamplingParams
 
 END = 0
@@ -83,3 +85,35 @@ def test_a_matcher_that_fails_is_not_done(folder: Path) -> None:
         finished.accept(tokenizer.token_to_id(text))
     assert finished.done
     grammars.close()
+
+
+@pytest.mark.parametrize("folder", ["no space"], indirect=True)
+@pytest.mark.parametrize("special", [False, True])
+def test_marks_are_tokens(folder: Path, special: bool) -> None:
+    """Qwen's and GLM's are added tokens that are not special; llguidance takes all of the form <...> for special ones."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = {text: tokenizer.token_to_id(text) for text in texts}
+    dialect = Dialect("hermes", MARKS[0], None)
+    form = {"function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    calls = tools_grammar(dialect, [form], ids.get, several=False)
+    thinking = after_thoughts(choice_grammar(["a>"]), dialect, ids.get, opened=True)
+    for size in (None, 512):
+        grammars = Grammars(folder, size, END)
+        state = grammars.start(calls)
+        call = tokenizer.encode('<tool_call>\n{"name":"f","arguments":{}}\n</tool_call>').ids
+        assert call[0] == ids["<tool_call>"]
+        for token in call:
+            assert state.permits(token)
+            state.accept(token)
+        assert state.done
+        state = grammars.start(thinking)
+        for token in (*tokenizer.encode("so on").ids, ids["</think>"], *tokenizer.encode("a>").ids):
+            assert state.permits(token)
+            state.accept(token)
+        assert state.done
+        text = "a </think>"  # what a client wants to read is text
+        assert written(grammars.start(choice_grammar([text])), tokenizer, 0) == text
+        grammars.close()

@@ -1,0 +1,49 @@
+"""Earlier calls in the form that some chat templates need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its calls in its content, for LFM2's older templates, which do not look at them."""
+    written = dict(message)
+    if calls := written.pop("tool_calls", ()):
+        listed = ", ".join(_python_call(call["function"]) for call in calls)
+        written["content"] = f"{message.get('content') or ''}<|tool_call_start|>[{listed}]<|tool_call_end|>"
+    return written
+
+
+def _python_call(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    if not isinstance(arguments, dict):
+        return f"{function['name']}({arguments})"
+    texts = (f"{key}={_python_value(value)}" for key, value in arguments.items())
+    return f"{function['name']}({', '.join(texts)})"
+
+
+def _python_value(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for gpt-oss, whose template takes one call of a message, its result next, and thoughts or content with it."""
+    result: list[dict[str, Any]] = []
+    results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
+    placed = set()
+    for message in messages:
+        if message["role"] == "tool" and message.get("tool_call_id") in placed:
+            continue
+        if not message.get("tool_calls"):
+            result.append(dict(message))
+            continue
+        texts = [text for text in (message.get("thinking"), message.get("content")) if text]
+        for i, call in enumerate(message["tool_calls"]):
+            thinking = {"thinking": "\n\n".join(texts)} if texts and i == 0 else {}
+            result.append({"role": "assistant", "content": "", "tool_calls": [call], **thinking})
+            if call["id"] in results and len(message["tool_calls"]) > 1:
+                result.append(dict(results[call["id"]]))
+                placed.add(call["id"])
+    return result
