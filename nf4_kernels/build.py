@@ -4,7 +4,7 @@ Two shared libraries with a plain C interface come out, in nf4_kernels/lib/ (lib
 and libnf4_cuda.so (nvcc, if one is found). No torch header is included, so one build serves every torch version. The
 ending of a C++ source's name says its instruction set: *_avx2.cpp, *_avx512.cpp, *_amx.cpp; the choice among them is made
 at run time. A CUDA source is compiled for all GPU targets; if its name or a folder's ends in _sm90, for 90a alone, if in
-_sm80, for those below 90. NF4_CUDA_ARCHS chooses the targets (default "80;86;90a;100;120"). A source is compiled again only
+_sm80, for all others. NF4_CUDA_ARCHS chooses the targets (default "80;86;90a;100;120"). A source is compiled again only
 if it, a header that it includes or its command has changed (object_files.py). With NF4_POSE_AS=86 and NF4_CUDA_ARCHS=90 the
 kernels are those for capability 8.6, translated for an H100: with the same variable the server and the library then choose
 as on such a GPU.
@@ -163,15 +163,15 @@ def check_cuda(nvcc: str, force: bool = False) -> Path:
 def cuda_archs(source: Path, archs: list[str]) -> list[str]:
     """The targets among archs that a CUDA source is compiled for.
 
-    A source whose own or whose folder's name ends in _sm90 is compiled for 90a, in _sm80 for those below 90: plans have its
-    kernels nowhere else. If archs have none of these, it is compiled for all of them: its kernels are then empty or unused,
+    A source whose own or whose folder's name ends in _sm90 is compiled for 90a, in _sm80 for the others, which have no wgmma:
+    plans have its kernels nowhere else. If archs have none of these, it is compiled for all of them: its kernels are then empty or unused,
     but the C functions around them are there.
     """
     parts = source.relative_to(SOURCES).with_suffix("").parts
     if any(part.endswith("_sm90") for part in parts):
         used = [arch for arch in archs if arch == "90a"]
     elif any(part.endswith("_sm80") for part in parts):
-        used = [arch for arch in archs if int(arch.rstrip("af")) < 90]
+        used = [arch for arch in archs if arch != "90a"]
     else:
         used = archs
     return used or archs

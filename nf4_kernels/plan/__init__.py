@@ -75,9 +75,8 @@ def candidates(
     """Every choice for x [m, k] times a weight [n, k] in 16-bit types, with its fitted microseconds; the last always works.
 
     arch is 10 * major + minor compute capability. normalised: x is normalised in the launch, which linear_rows does in the
-    first pass only. Without wgmma the costs are of one H100 that ran code for sm_86 and sm_80 (mma.py, posed.py): that on an
-    actual GPU all of them are as many times slower is an estimate. linear_mma differs from sm_90 on
-    (csrc/cuda/mma_sm80/loads.cuh), and what it is there has not run: it is no candidate.
+    first pass only. Without wgmma the costs are of an H100 and an H200 that ran code for sm_86 and sm_80 (mma.py, posed.py):
+    that on an actual GPU, Blackwell's too, all of them are as many times slower is an estimate.
     """
     hopper = arch == 90
     if k % 64 == 0 and blocksize >= 64 and arch >= 80 and m >= 1:
@@ -92,7 +91,7 @@ def candidates(
         if hopper and m in WGMMA_TOKENS:
             for wgmma in wgmma_candidates(m, n, k, multiprocessors):
                 yield wgmma, wgmma_cost(wgmma, m, n, k, multiprocessors)
-        if arch < 90 and m in MMA_TOKENS:
+        if not hopper and m in MMA_TOKENS:
             for mma in mma_candidates(m, n, k, multiprocessors):
                 yield mma, mma_cost(mma, m, n, k)
     yield Dequantize(slice_rows(n, multiprocessors)), (dequantize_cost if hopper else posed_dequantize_cost)(m, n, k)

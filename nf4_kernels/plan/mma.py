@@ -1,4 +1,4 @@
-"""linear_mma: which launches an Ampere or Ada GPU can do for a GEMM, and what they cost. For 1 to 128 tokens."""
+"""linear_mma: which launches a GPU without wgmma can do for a GEMM, and what they cost. For 1 to 128 tokens."""
 
 from __future__ import annotations
 

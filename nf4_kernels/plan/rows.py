@@ -27,7 +27,7 @@ INSTANCES = (
 SMALL_INSTANCES = ((8, 1, 1), (8, 2, 1), (4, 2, 2), (4, 4, 2), (4, 2, 4))
 _SMALL_SHARED_BYTES = 99 << 10
 MAX_ROWS_BLOCKS = 80
-"""k blocks of an instance on GPUs that have linear_mma, which is faster for weights of longer rows."""
+"""k blocks of an instance before sm_90, which brought clusters: for weights of longer rows linear_mma is faster."""
 _EVEN_SHARE = 0.95
 """The least share of a device's multiprocessors that a launch has to keep busy where its runs can be equally long."""
 

@@ -71,7 +71,6 @@ def test_without_wgmma_nothing_costs_more_than_dequantization(n: int, k: int, ar
                 assert posed_rows_cost(choice, m, n, arch) < dequantized
                 assert not normalised or choice.passes == 1
             elif isinstance(choice, Mma):
-                assert arch < 90
                 assert mma_cost(choice, m, n, k) < dequantized
                 check_mma(choice, m, n, k, multiprocessors)
             else:
@@ -101,15 +100,18 @@ def test_k_warps_are_no_more_than_pay() -> None:
     assert Mma(8, -14, 1).k_warps(4096) == Mma(8, 8, 1).k_warps(4096) == 1
 
 
-def test_linear_mma_is_for_ampere_and_ada() -> None:
+def test_linear_mma_is_for_gpus_without_wgmma() -> None:
     for m in (1, 8, 32, 64, 100, 128):
-        for arch in (90, 100, 103, 120):
-            assert not isinstance(plan(m, 28672, 4096, arch, 132), Mma)
+        assert not isinstance(plan(m, 28672, 4096, 90, 132), Mma)
         assert isinstance(plan(m, 28672, 4096, 75, 68), Dequantize)
-        assert isinstance(plan(m, 28672, 4096, 86, 82, blocksize=32), Dequantize)
-        assert isinstance(plan(m, 28672, 4100, 86, 82), Dequantize)
-    for arch in (80, 86, 87, 89):
+        for arch in (86, 120):
+            assert isinstance(plan(m, 28672, 4096, arch, 82, blocksize=32), Dequantize)
+            assert isinstance(plan(m, 28672, 4100, arch, 82), Dequantize)
+    for arch in (80, 86, 87, 89, 100, 103, 120, 121):
         assert isinstance(plan(64, 28672, 4096, arch, 82), Mma)
+    for m in (*range(1, 34), 48, 64, 96, 128):
+        # As much shared memory, and the same costs.
+        assert plan(m, 28672, 4096, 120, 82) == plan(m, 28672, 4096, 86, 82)
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
