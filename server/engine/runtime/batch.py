@@ -14,7 +14,6 @@ import torch
 from server.engine.runtime.image_rows import ImageRows
 from server.engine.runtime.step_input import StepInput
 from server.engine.scheduling.block_tables import BlockTables
-from server.engine.scheduling.step import Step
 
 
 @dataclass(frozen=True)
@@ -177,35 +176,6 @@ class ToHost:
         if self._done is not None:
             self._done.synchronize()
         return self._copy
-
-
-def token_batch(step: Step, block_size: int) -> Batch:
-    """The batch of a step that decodes, in host memory, in which each token is a span of its own, draft tokens too.
-
-    It is batch_of() for steps of few tokens that the device waits for, for which lists are faster than arrays.
-    """
-    tables = step.chunks[0].sequence.tables
-    assert tables is not None
-    ids, positions, slots, rows, starts, counts = columns = tuple(list[int]() for _ in range(6))
-    adapters: list[int | None] = []
-    for chunk in step.chunks:
-        sequence, start, length = chunk.sequence, chunk.start, chunk.length
-        offset = 0 if sequence.images is None else sequence.images.offset
-        ids += chunk.token_ids
-        rows += [sequence.row] * length
-        adapters += [sequence.adapter] * length
-        first = start // block_size
-        blocks = tables.blocks[sequence.row, first : (start + length - 1) // block_size + 1].tolist()
-        for place in range(start, start + length):
-            block, within = divmod(place, block_size)
-            starts.append(place)
-            positions.append(place + offset)
-            counts.append(block + 1)
-            slots.append(blocks[block - first] * block_size + within)
-    numbers, wanted = np.array(columns, np.int64), torch.from_numpy(np.arange(len(ids)))
-    spans = Spans(tables, numbers[3], numbers[4], np.ones(len(ids), np.int64), numbers[5], adapters)
-    given = torch.from_numpy(numbers[:3])
-    return Batch(given[0], given[1], given[2], wanted, spans, len(ids))
 
 
 def batch_of(given: StepInput, block_size: int) -> Batch:

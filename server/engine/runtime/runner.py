@@ -11,7 +11,7 @@ import torch
 
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
-from server.engine.runtime.batch import Batch, batch_of, token_batch
+from server.engine.runtime.batch import Batch, batch_of
 from server.engine.runtime.graphs.graph_set import GraphSet
 from server.engine.runtime.graphs.invariant import run_in_groups
 from server.engine.runtime.graphs.launched_step import Launch, LaunchedStep, rows_before
@@ -198,8 +198,8 @@ class ModelRunner:
             return None
         if drafts and not step.is_raw:
             step.read_drafts()  # penalties and grammars depend on them
-        given = None if drafts else step_input(step)
-        batch = token_batch(step, self._paged.block_size) if given is None else self._batch(given)
+        given = step_input(step)
+        batch = self._batch(given)
         if batch.images is not None or not graphs.fits(batch):
             return None
         newest = None if previous is None else previous.tokens
@@ -208,7 +208,7 @@ class ModelRunner:
             assert isinstance(step.unread, LaunchedDrafts)
             newest, source = step.unread.tokens, step.unread.source(step)
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        if workers is not None and given is not None:
+        if workers is not None:
             table = RandomRows(step.sampled_sequences, self.limits.vocab_size).table()
             workers.compute(given, Launch(previous is not None, source, table))
             waiting = workers.waiting

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from server.config import EngineConfig
-from server.engine.runtime.batch import Batch, batch_of, token_batch
+from server.engine.runtime.batch import Batch
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs.cuts import cut_layers
 from server.engine.runtime.graphs.graph_set import Form, GraphSet, Tokens
-from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.launched_step import Launch
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.sampler import ModelOutput
 from server.engine.runtime.speculation.launched_drafts import LaunchedDrafts
-from server.engine.runtime.step_input import StepInput, step_input
+from server.engine.runtime.step_input import StepInput
 from server.engine.scheduling.block_tables import BlockTables
-from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from server.engine.scheduling.step import Chunk, Drafts, Step
 from tests.engine.factories import make_sequence
@@ -76,39 +72,6 @@ def drafted(sequences: list[Sequence], drafts: Drafts) -> Step:
     step = Step([Chunk(sequence, len(sequence.tokens) - 1, 1, True) for sequence in sequences])
     step.schedule_drafts(drafts)
     return step
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_batch_in_tokens_is_a_steps_batch(seed: int) -> None:
-    chance = random.Random(seed)
-    size, count = chance.choice((4, 16)), chance.choice((1, 2, 7))
-    tables, sequences, drafts = BlockTables(8, 60), [], {}
-    for number in range(count):
-        sequence = make_sequence(chance.randrange(1, 150), request_id=f"r{number}")
-        more = chance.randrange(8) if number else 5
-        blocks = chance.sample(range(1000), (len(sequence.tokens) + more - 1) // size + chance.choice((1, 3)))
-        sequence.tables, sequence.row = tables, tables.take(blocks)
-        sequence.adapter = chance.choice((None, 3))
-        if chance.random() < 0.3:
-            sequence.images = cast(PromptImages, SimpleNamespace(offset=-chance.randrange(9)))
-        sequences.append(sequence)
-        if more:
-            drafts[sequence.request_id] = [chance.randrange(50) for _ in range(more)]
-    step = drafted(sequences, drafts)
-    found = token_batch(step, size)
-    with_images = [chunk.sequence.images for chunk in step.chunks]
-    for chunk in step.chunks:
-        chunk.sequence.images = None
-    _, expected = next(in_groups(batch_of(step_input(step), size), size, 64))
-    offsets = [0 if images is None else images.offset for images in with_images]
-    lengths = [chunk.length for chunk in step.chunks]
-    moved = expected.positions + torch.tensor(offsets).repeat_interleave(torch.tensor(lengths))
-    for name, own in (("ids", expected.ids), ("positions", moved), ("slots", expected.slots)):
-        assert getattr(found, name).tolist() == own.tolist(), name
-    for name in ("rows", "starts", "lengths", "counts"):
-        assert getattr(found.spans, name).tolist() == getattr(expected.spans, name).tolist(), name
-    assert found.spans.adapters == expected.spans.adapters
-    assert found.num_single == len(found.spans) == found.sampled_rows.shape[0] == found.num_tokens
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"presence_penalty": 0.5}])
