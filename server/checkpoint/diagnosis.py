@@ -18,8 +18,12 @@ _MAX_REASON = 300
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, with the next one if it ends in a colon; its type if it has none."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+    """The first line of an error's message, with the next one if it ends in a colon; its type if it has none.
+
+    Of a KeyError both, as its message is the key alone.
+    """
+    message = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()] or [type(error).__name__]
     found = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return found if len(found) <= _MAX_REASON else found[:_MAX_REASON] + " ..."
 

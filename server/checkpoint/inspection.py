@@ -96,6 +96,11 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         raise CheckpointError(
             f"{folder}: in its maker's own format (params.json, no config.json); the model in transformers' format is needed"
         )
+    if not (folder / "config.json").exists() and (folder / "adapter_config.json").exists():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{folder}: an adapter, not a model: serve its base ({base}) with --lora-modules NAME={folder}"
+        )
     config = read_json(folder / "config.json")
     model_type = config.get("model_type")
     architectures = config.get("architectures")
@@ -175,7 +180,12 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
+            start = stream.read(8)
+            if start == b"version ":
+                raise CheckpointError(
+                    f"{file}: a pointer of Git LFS, without the weights: run git lfs pull in its folder"
+                )
+            (length,) = struct.unpack("<Q", start)
             if length > min(size - 8, _MAX_HEADER):
                 raise CheckpointError(f"{file}: damaged: its header claims {length} bytes of {size}")
             header = json.loads(stream.read(length))

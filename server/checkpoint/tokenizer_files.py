@@ -28,6 +28,7 @@ def load_tokenizer(folder: Path) -> Any:
 
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as e:
+        _check_config(folder)
         raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {_reason(folder, e)}") from e
     # Multimodal checkpoints of transformers 4.x have the template in a file that only their processors read.
     template = folder / "chat_template.json"
@@ -59,6 +60,19 @@ def _check_files(folder: Path) -> None:
         raise CheckpointError(
             f"{folder}: it has no tokenizer (tokenizer.json); copy the tokenizer's files of the model that it was made from"
         )
+
+
+def _check_config(folder: Path) -> None:
+    """Raise CheckpointError for a config.json that transformers refuses, which it reads for a tokenizer, too."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as e:
+        if not (folder / "config.json").exists() or "model type" in str(e):
+            return  # a type that transformers does not know is no matter to a tokenizer
+        reason = " ".join(str(e).split())
+        raise CheckpointError(f"{folder / 'config.json'}: transformers cannot read it: {reason[:300]}") from e
 
 
 def _reason(folder: Path, error: Exception) -> str:

@@ -68,6 +68,17 @@ def test_a_missing_folder_config_or_weight_file_is_named(tmp_path: Path) -> None
     assert "model.safetensors" in refused(tmp_path)
 
 
+def test_an_adapter_names_its_base(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
+    assert f"serve its base (some/base) with --lora-modules NAME={tmp_path}" in refused(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    assert "git lfs pull" in refused(tmp_path)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write(tmp_path)
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}

@@ -49,6 +49,15 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> N
     assert name.replace("__", ".") in refused(folder_with(tmp_path, **{"tokenizer__json": b"{}", name: content}))
 
 
+def test_a_configuration_that_is_refused_is_named(tmp_path: Path) -> None:
+    """Not the tokenizer, for which transformers reads it, too."""
+    folder = folder_with(tmp_path, tokenizer__json=b"{}")
+    (folder / "config.json").write_text(
+        '{"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"]}'
+    )
+    assert f"{folder / 'config.json'}: transformers cannot read it" in refused(folder)
+
+
 def test_a_tokenizer_of_nothing_is_refused(tmp_path: Path) -> None:
     assert "its tokenizer cannot be loaded" in refused(folder_with(tmp_path, tokenizer__json=b"{}"))
 

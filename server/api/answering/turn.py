@@ -151,7 +151,7 @@ async def start_turn(
             cut_to_fit=cut_to_fit,
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
             prompt_logprobs=options.prompt_logprobs,
-            at_start=not options.continue_final_message,
+            at_start=not options.continues,
             grammar=prompt.grammar,
             keep_marks=bool(prompt.functions) or dialect.splits,
             parser=lambda: AnswerParser(
@@ -186,7 +186,7 @@ def _encode_chat(
 ) -> EncodedChat:
     """The prompt of a conversation with these messages and images. Raises ApiError."""
     tools, _ = options.usable_tools()
-    continues = bool(options.continue_final_message)
+    continues = options.continues
     tokenizer = backend.tokenizer
     template = tokenizer.chat_template
     form: dict[str, Any] = {
@@ -205,6 +205,8 @@ def _encode_chat(
         raise _refused(messages, str(e)) from e
     check_length(backend, template.guard.plain(text), "messages")
     ids = tokenizer.encode_chat(text)
+    if not ids:
+        raise bad_request("the model's chat template makes no text of these messages", "messages", "invalid_prompt")
     return EncodedChat(ids, text, taken.placed(ids))
 
 

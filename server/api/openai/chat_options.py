@@ -28,7 +28,7 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
     "prompt": (),
 }
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatOptions(GenerationOptions, ToolOptions):
@@ -56,7 +56,7 @@ class ChatOptions(GenerationOptions, ToolOptions):
                 "max_completion_tokens",
                 "invalid_value",
             )
-        if self.continue_final_message and self.add_generation_prompt:
+        if self.continues and self.add_generation_prompt:
             raise bad_request(
                 "'continue_final_message' and 'add_generation_prompt' exclude each other.",
                 "continue_final_message",
@@ -64,6 +64,13 @@ class ChatOptions(GenerationOptions, ToolOptions):
             )
         self.answer_form()
         self.usable_tools()
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last message, by that option or by DeepSeek's and Mistral's mark in it."""
+        last = self.messages[-1]
+        marked = isinstance(last, dict) and last.get("role") == "assistant" and last.get("prefix") is True
+        return marked if self.continue_final_message is None else self.continue_final_message
 
     @property
     def requested_tokens(self) -> int | None:

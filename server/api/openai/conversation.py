@@ -52,6 +52,8 @@ def _message(raw: Any, where: str, images: ImageParts) -> dict[str, Any]:
         match key:
             case "role":
                 pass
+            case "prefix" if isinstance(value, bool):  # see ChatOptions.continues
+                pass
             case "content":
                 if value is not None:
                     message["content"] = _content(value, param, message["role"], images)

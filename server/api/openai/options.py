@@ -44,8 +44,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),
     "stop_regex": (),
     "custom_logit_processor": (),
-    # llama.cpp's and LoRAX's ways to ask for an adapter.
+    "thinking_token_budget": (),
+    "reasoning_budget": (-1,),
+    "thinking_budget_tokens": (-1,),
+    "repetition_detection": (),
+    "structural_tag": (),
+    # llama.cpp's, SGLang's and LoRAX's ways to ask for an adapter.
     "lora": ([],),
+    "lora_path": (),
     "adapter_id": (),
     "template": (),
     "kv_transfer_params": (),

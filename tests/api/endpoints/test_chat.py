@@ -166,6 +166,10 @@ def test_continue_final_message(http: httpx.Client) -> None:
     messages = [*FRANCE, {"role": "assistant", "content": "The capital of France is"}]
     answer = http.post("/v1/chat/completions", json=chat_body(messages=messages, continue_final_message=True))
     assert answer.json()["choices"][0]["message"]["content"].startswith(" Paris")
+    messages[-1]["prefix"] = True  # as DeepSeek's and Mistral's clients ask for it
+    marked = http.post("/v1/chat/completions", json=chat_body(messages=messages))
+    assert marked.json()["choices"] == answer.json()["choices"]
+    assert "X-Ignored-Options" not in marked.headers
 
 
 def test_service_fields_and_neutral_values_change_nothing(http: httpx.Client) -> None:

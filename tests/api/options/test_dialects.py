@@ -18,6 +18,7 @@ pytestmark = pytest.mark.rest
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = (
+    "{% if silent %}{% set messages = [] %}{% set add_generation_prompt = false %}{% endif %}"
     "{% if tools %}<|im_start|>system\n"
     """Answer with {"name": function name, "parameters": dictionary}. {{ tools | tojson }}<|im_end|>\n{% endif %}"""
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -91,6 +92,12 @@ def test_json_with_a_name_is_an_answer(llama: httpx.Client) -> None:
             assert [json.loads(item["content"][0]["text"]) for item in output] == [ANSWER]
             answered += 1
     assert answered > 2
+
+
+def test_a_template_that_writes_nothing(llama: httpx.Client) -> None:
+    answer = llama.post(CHAT, json=chat_body(chat_template_kwargs={"silent": True}))
+    assert answer.status_code == 400
+    assert "makes no text" in answer.json()["error"]["message"]
 
 
 def history(**function: Any) -> list[dict[str, Any]]:
