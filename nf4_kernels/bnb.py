@@ -54,9 +54,7 @@ def disable() -> None:
     """Give Linear4bit and gemm_4bit back to bitsandbytes."""
     global _overrides  # noqa: PLW0603
     Linear4bit.forward = _original_forward
-    if _overrides is not None:
-        _overrides._destroy()
-        _overrides = None
+    _overrides = None
     for layer in _layers:
         # bitsandbytes may now replace the weight, and what is kept here would keep the old one in memory.
         layer.__dict__.pop(_WEIGHT, None)

@@ -13,20 +13,15 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RUNTIME = "server/engine/runtime"
 
 # (the file that uses it, the module, the name in it). A name behind ":" is set by the class's own methods.
 NAMES = (
     ("nf4_kernels/bnb.py", "torch", "_C._get_tracing_state"),
     ("nf4_kernels/bnb.py", "torch", "_C._len_torch_dispatch_stack"),
     ("nf4_kernels/bnb.py", "torch", "_C._functorch.peek_interpreter_stack"),
-    ("nf4_kernels/bnb.py", "torch.library", "Library._destroy"),
     ("nf4_kernels/bnb.py", "bitsandbytes.nn.modules", "fix_4bit_weight_quant_state_from_module"),
     ("nf4_kernels/bnb.py", "bitsandbytes.backends.default.ops", "_gemm_4bit_default_impl"),
     ("nf4_kernels/cuda/weight_order.py", "torch.multiprocessing.reductions", "StorageWeakRef.expired"),
-    (f"{RUNTIME}/exchange.py", "torch", "_C._distributed_c10d.FileStore"),
-    (f"{RUNTIME}/attention/masks.py", "transformers.masking_utils", "AttentionMaskInterface"),
-    ("server/checkpoint/classes.py", "transformers.models.auto", "modeling_auto"),
     ("server/checkpoint/classes.py", "transformers", "PreTrainedModel._is_stateful"),
     ("server/checkpoint/experts/loading.py", "transformers", "PreTrainedModel._keys_to_ignore_on_load_unexpected"),
     ("server/checkpoint/loading.py", "transformers.core_model_loading", "tqdm"),
@@ -47,8 +42,6 @@ NAMES = (
     ),
     ("server/api/http/connection.py", "uvicorn.protocols.http.httptools_impl", "HttpToolsProtocol.send_400_response"),
     ("server/api/http/connection.py", "uvicorn.protocols.http.httptools_impl", "HttpToolsProtocol:pipeline"),
-    ("server/engine/grammar.py", "llguidance", "LLMatcher.unsafe_compute_mask_ptr"),
-    ("server/engine/grammar.py", "llguidance", "LLExecutor.unsafe_compute_mask_ptr"),
 )
 
 

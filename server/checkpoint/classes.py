@@ -12,17 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationMixin,
     PreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 from transformers.utils import ModelOutput
 
@@ -91,8 +87,8 @@ def loading_of(info: CheckpointInfo) -> Loading:
             " and values it reads; it is no model to serve, and engine.draft_model cannot be it"
         )
     config = read_config(info.folder)
-    causal = info.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    images = info.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if not causal and not images:
         raise CheckpointError(f"{info.folder}: {info.architecture} ({info.model_type}) is not a causal language model")
     text = config.get_text_config()

@@ -15,6 +15,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from server.engine.grammar_tokenizer import grammar_tokenizer
 from server.engine.scheduling.errors import DataError
@@ -145,21 +146,20 @@ class MaskFiller:
         return errors
 
     def _fill(self, matchers: list[tuple[LLMatcher, int]], masks: npt.NDArray[np.int32]) -> None:
-        begin, width = masks.ctypes.data, masks.shape[1] * masks.itemsize
         done = 0
         if self._threaded:
             self._threaded -= 1
         else:
             until = time.perf_counter() + self._quick_s
             for matcher, row in matchers:
-                matcher.unsafe_compute_mask_ptr(begin + row * width, width)
+                fill_next_token_bitmask(matcher, masks, row)
                 done += 1
                 if time.perf_counter() > until:
                     break
             if len(matchers) - done > 1:
                 self._threaded = THREADED_STEPS
         if done < len(matchers):
-            _executor().unsafe_compute_mask_ptr(matchers[done:], begin, width, len(masks))
+            fill_next_token_bitmask_par(_executor(), matchers[done:], masks)
 
 
 def check(matcher: LLMatcher) -> None:

@@ -68,7 +68,7 @@ def join(membership: Membership, device: torch.device) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=torch._C._distributed_c10d.FileStore(membership.store, count),
+        init_method=f"file://{membership.store}",
         rank=rank,
         world_size=count,
         timeout=TIMEOUT,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AttentionMaskInterface
 
 FARTHEST = 2**20
 """Positions up to which masks are looked at; no model's window is longer."""
