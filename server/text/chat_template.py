@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from server.text.dialect import Dialect
+from server.text.dialect import EFFORTS, Dialect, Effort
 from server.text.errors import PromptError
 from server.text.guard import SpecialTextGuard
-from server.text.histories import one_call_each, with_written_calls
+from server.text.histories import one_call_each, with_descriptions, with_thought_content, with_written_calls
 from server.text.image_marks import IMAGE, in_parts
 
 # Names that transformers or the template's sandbox give a meaning of their own.
@@ -83,7 +84,9 @@ class ChatTemplate:
         elif self.dialect.family == "lfm2" and not self._shows_calls:
             messages = [with_written_calls(message) for message in messages]
         elif self.dialect.family == "harmony":
-            messages = one_call_each(messages)
+            messages, tools = one_call_each(messages), with_descriptions(tools)
+        elif self.dialect.family == "gemma4":
+            messages = list(map(with_thought_content, messages))
         if not self._takes_late_system:
             messages = _with_early_system(messages)
         if not self._takes_system:
@@ -102,6 +105,30 @@ class ChatTemplate:
             reason = " ".join(str(e).split()) or type(e).__name__
             raise PromptError(f"the model's chat template does not take these messages: {reason[:300]}") from e
         return str(text)
+
+    def effort_variables(self, effort: Effort) -> dict[str, Any]:
+        """The template's variables for this much thinking; none if it has no such."""
+        found: dict[str, Any] = {"enable_thinking": effort != "none"} if self.dialect.switches else {}
+        if self.dialect.effort == "reasoning_effort" and (effort != "none" or not found):
+            at = EFFORTS.index(effort)
+            found["reasoning_effort"] = min(
+                self._efforts, key=lambda known: abs(EFFORTS.index(known) - at), default=effort
+            )
+        return found
+
+    @functools.cached_property
+    def _efforts(self) -> tuple[Effort, ...]:
+        """Values of reasoning_effort that the model is trained on, as far as that can be told; templates refuse others."""
+        if self.dialect.family == "harmony":
+            return ("low", "medium", "high")
+        return tuple(effort for effort in EFFORTS if self._takes_effort(effort))
+
+    def _takes_effort(self, effort: Effort) -> bool:
+        try:
+            self.render([{"role": "user", "content": _PROBE}], variables={"reasoning_effort": effort})
+        except PromptError:
+            return False
+        return True
 
     def render_with_images(
         self, messages: Sequence[Mapping[str, Any]], placeholder: str, texts: Sequence[str], **options: Any

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from server.text.calls.json_calls import JsonToolParser
 from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call, read_python_calls
@@ -18,6 +18,10 @@ from server.text.harmony import MARKS as HARMONY_MARKS
 from server.text.reasoning import MARKS, ReasoningMarks, ReasoningSplitter
 
 Family = Literal["hermes", "xml", "glm", "lfm2", "llama", "mistral", "gemma", "gemma4", "harmony", "generic"]
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model thinks, as OpenAI's API says it."""
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
 
 MAX_CALLS = 16
 """Calls that a forced answer may hold; a small model would go on for ever."""
@@ -42,6 +46,8 @@ class Dialect:
     reasoning: ReasoningMarks | None
     effort: Literal["reasoning_effort", "enable_thinking"] | None
     """The template's variable that sets how much the model thinks."""
+    switches: bool = False
+    """Whether the template has enable_thinking, which may be beside reasoning_effort."""
     named_mistral: bool = False
 
     @classmethod
@@ -55,7 +61,8 @@ class Dialect:
             effort = "reasoning_effort"
         elif "enable_thinking" in source:
             effort = "enable_thinking"
-        return cls(_family(source), reasoning, effort, "[ARGS]" in added)
+        switches = "enable_thinking" in source
+        return cls(_family(source), reasoning, effort, switches, named_mistral="[ARGS]" in added)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -72,6 +79,11 @@ class Dialect:
         }
         thoughts = (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
         return (*calls[self.family], *thoughts)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Marks that end an answer, which older generation_config.json of gpt-oss do not name."""
+        return ("<|return|>", "<|call|>") if self.family == "harmony" else ()
 
     @property
     def splits(self) -> bool:

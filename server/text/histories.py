@@ -1,4 +1,4 @@
-"""Earlier calls in the form that some chat templates need."""
+"""Messages and tools in the form that some chat templates need."""
 
 from __future__ import annotations
 
@@ -39,11 +39,34 @@ def one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
         if not message.get("tool_calls"):
             result.append(dict(message))
             continue
-        texts = [text for text in (message.get("thinking"), message.get("content")) if text]
+        texts = _joined(message.get("thinking"), message.get("content"))
         for i, call in enumerate(message["tool_calls"]):
-            thinking = {"thinking": "\n\n".join(texts)} if texts and i == 0 else {}
+            thinking = {"thinking": texts} if texts and i == 0 else {}
             result.append({"role": "assistant", "content": "", "tool_calls": [call], **thinking})
             if call["id"] in results and len(message["tool_calls"]) > 1:
                 result.append(dict(results[call["id"]]))
                 placed.add(call["id"])
     return result
+
+
+def with_descriptions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools for gpt-oss, whose template fails at a function without a description."""
+    return [
+        {**tool, "function": {**tool["function"], "description": tool["function"].get("description") or ""}}
+        for tool in tools
+    ]
+
+
+def with_thought_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message for Gemma 4, whose template writes the content of one with calls behind their results, and ends the turn."""
+    if not message.get("tool_calls") or not message.get("content"):
+        return dict(message)
+    return {
+        **message,
+        "content": "",
+        "reasoning_content": _joined(message.get("reasoning_content"), message["content"]),
+    }
+
+
+def _joined(*texts: str | None) -> str:
+    return "\n\n".join(filter(None, texts))

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from server.text.chat_template import ChatTemplate
-from server.text.dialect import Dialect
+from server.text.dialect import Dialect, Effort
 from server.text.errors import PromptError, TokenizerError
 from server.text.tokenizer import Tokenizer
 
@@ -294,6 +294,55 @@ def test_harmony_has_one_call_in_a_message(embedded_folder: Path) -> None:
     assert template.render(HISTORY).endswith("u:Hi [Hm.]f0<|channel|>commentary t:r0 []f1<|channel|>commentary t:r1 ")
     spoken = [HISTORY[0], HISTORY[1] | {"content": "I look."}, *HISTORY[2:]]
     assert "[Hm.\n\nI look.]f0" in template.render(spoken)
+
+
+def test_harmony_has_descriptions(embedded_folder: Path) -> None:
+    source = (
+        "{% for tool in tools %}{{ '// ' + tool.function.description }}{% endfor %}<|channel|>{{ messages[0].content }}"
+    )
+    tool = {"type": "function", "function": {"name": "f", "description": None}}
+    for given in (tool, {"type": "function", "function": {"name": "f"}}):
+        assert Templated(embedded_folder, source).render([USER], tools=[given]).startswith("// ")
+
+
+def test_gemma_4_has_no_content_in_messages_with_calls(embedded_folder: Path) -> None:
+    template = Templated(
+        embedded_folder,
+        "{{ tools }}<|tool_call>{% for m in messages %}{% if m.tool_calls %}[{{ m.reasoning_content }}]{% endif %}"
+        "{{ m.content }}{% endfor %}",
+    )
+    spoken = [HISTORY[0], HISTORY[1] | {"content": "I look."}, *HISTORY[2:]]
+    assert template.render(spoken).endswith("Hi[Hm.\n\nI look.]r0r1")
+
+
+EFFORT = (
+    "{% set e = reasoning_effort if reasoning_effort is defined else 'xhigh' %}{{ messages[0].content }}"
+    "{% if e not in ('low', 'medium', 'xhigh') %}{{ raise_exception('no effort') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (EFFORT, {"none": "low", "minimal": "low", "low": "low", "high": "medium", "max": "xhigh"}),
+        (EFFORT + "{{ enable_thinking }}", {"none": None, "minimal": "low", "xhigh": "xhigh", "max": "xhigh"}),
+        (
+            "{{ messages[0].content }}<|channel|>{{ reasoning_effort }}",
+            {"none": "low", "medium": "medium", "max": "high"},
+        ),
+        ("{{ messages[0].content }}{{ reasoning_effort }}", {"none": "none", "minimal": "minimal", "max": "max"}),
+        ("{{ messages[0].content }}", {"high": None}),
+    ],
+)
+def test_efforts_are_those_that_the_template_takes(
+    embedded_folder: Path, source: str, expected: dict[Effort, str | None]
+) -> None:
+    """Qwen3.8's has both variables, and refuses efforts that it does not know."""
+    template = Templated(embedded_folder, source)
+    for effort, told in expected.items():
+        found = template.effort_variables(effort)
+        assert found.get("reasoning_effort") == told
+        assert found.get("enable_thinking") == (effort != "none" if "enable_thinking" in source else None)
 
 
 def test_lfm2_shows_calls_that_its_template_does_not_look_at(embedded_folder: Path) -> None:

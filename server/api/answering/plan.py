@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from server.api.answering.generation import Generation
 from server.api.answering.limits import resolve_max_tokens
 from server.api.answering.sequence_run import SequenceRun
@@ -47,6 +49,8 @@ class GenerationPlan:
     grammar: str | None = None
     """The grammar that bounds every sequence, in llguidance's JSON form."""
     images: Sequence[ImageInput] = ()
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end an answer besides those that the checkpoint names."""
     keep_marks: bool = False
     """Whether the marks of tool calls and thoughts stay in the text."""
     parser: Callable[[], AnswerParser] = AnswerParser
@@ -84,7 +88,7 @@ def _sampling(service: Service, backend: Backend, plan: GenerationPlan, prompt_t
     if requested is not None and plan.cut_to_fit:
         requested = min(requested, max(1, backend.limits.max_model_len - prompt_tokens))
     max_tokens = resolve_max_tokens(backend, prompt_tokens, requested, plan.default_tokens, plan.prompt_param)
-    return plan.options.sampling(
+    found = plan.options.sampling(
         max_tokens,
         backend.limits.vocab_size,
         service.sampling_defaults,
@@ -92,6 +96,7 @@ def _sampling(service: Service, backend: Backend, plan: GenerationPlan, prompt_t
         plan.grammar,
         plan.prompt_logprobs,
     )
+    return [msgspec.structs.replace(one, stop_token_ids=(*one.stop_token_ids, *plan.end_ids)) for one in found]
 
 
 def _output_text(backend: Backend, plan: GenerationPlan, min_tokens: int) -> OutputText:

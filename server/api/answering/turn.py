@@ -153,6 +153,7 @@ async def start_turn(
             prompt_logprobs=options.prompt_logprobs,
             at_start=not options.continues,
             grammar=prompt.grammar,
+            end_ids=tuple(i for mark in dialect.ends if (i := backend.tokenizer.special_id(mark)) is not None),
             keep_marks=bool(prompt.functions) or dialect.splits,
             parser=lambda: AnswerParser(
                 dialect.splitter(prompt.chat.text, prompt.functions),
@@ -193,7 +194,7 @@ def _encode_chat(
         "add_generation_prompt": not continues and options.add_generation_prompt is not False,
         "continue_final_message": continues,
         "tools": tools,
-        "variables": options.template_variables(tokenizer.dialect),
+        "variables": options.template_variables(template),
     }
     try:
         if taken.images:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
@@ -11,7 +11,8 @@ from server.api.http.hints import ignore_thinking
 from server.api.openai.message_schemas import MESSAGES_SCHEMA
 from server.api.openai.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
 from server.api.openai.tools import ToolOptions
-from server.text.dialect import Dialect
+from server.text.chat_template import ChatTemplate
+from server.text.dialect import Effort
 
 UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
     "functions": ([],),
@@ -27,8 +28,6 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
     "suffix": (),
     "prompt": (),
 }
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatOptions(GenerationOptions, ToolOptions):
@@ -77,16 +76,11 @@ class ChatOptions(GenerationOptions, ToolOptions):
         """Limit of the answer's length, by either of its names."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
-    def template_variables(self, dialect: Dialect) -> dict[str, Any]:
+    def template_variables(self, template: ChatTemplate) -> dict[str, Any]:
         """Variables that the chat template may look at; an effort that the model cannot be told is noted as ignored."""
-        variables = dict(self.chat_template_kwargs or {})
-        match self.reasoning_effort, dialect.effort:
-            case None, _:
-                pass
-            case effort, "reasoning_effort":
-                variables.setdefault("reasoning_effort", effort)
-            case effort, "enable_thinking":
-                variables.setdefault("enable_thinking", effort != "none")
-            case effort, _ if effort != "none":
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            found = template.effort_variables(self.reasoning_effort)
+            if not found and self.reasoning_effort != "none":
                 ignore_thinking("reasoning_effort")
-        return variables
+        return found | (self.chat_template_kwargs or {})
