@@ -13,6 +13,7 @@ import torch
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.preparation.trial_steps import TRIAL_TOLERANCES
@@ -182,6 +183,15 @@ def test_seeded_requests_do_not_depend_on_neighbours(tmp_path: Path) -> None:
     alone = {key: value for request in requests for key, value in answers(engine, request).items()}
     assert answers(engine, *requests) == alone
     assert len({tuple(value) for value in alone.values()}) == len(requests)
+
+
+def test_more_sequences_than_the_graph_of_batch_invariant_has_tokens(tmp_path: Path) -> None:
+    count = INVARIANT_ROWS + 8
+    engine, _ = make_engine(tmp_path, batch_invariant=True, max_num_seqs=count)
+    requests = [make_request(3 + index, max_tokens=count, ignore_eos=True) for index in range(count)]
+    together = answers(engine, *requests)
+    last = requests[-1]
+    assert answers(engine, last) == {last.request_id: together[last.request_id]}
 
 
 def test_seeded_requests_under_async_scheduling_do_not_depend_on_their_order(tmp_path: Path) -> None:

@@ -250,10 +250,22 @@ def test_long_chunks_of_latents_attend_as_the_reference(
 def test_a_graph_of_fewer_tokens_may_have_more_sequences_than_the_one_captured_first() -> None:
     tested = CudaBackend([LayerShape(4, 256, 256, 24)], [PLAIN], 2000, BLOCK, torch.bfloat16, DEVICE)
     tested.set_up_graphs(1024, 256, True)
-    tested.plan_mixed_graph(Spans.of([Span(0, 0, 1024, range(1024 // BLOCK))]), 1024, 8)
+    tested.plan_mixed_graph(Spans.of([]), 1024, 8)
     spans = Spans.of([Span(3 * i, 0, 3, (i,)) for i in range(170)])
     numbers, most = next(iter(tested.plan_mixed_graph(spans, 512, 256).chunks.values()))
     assert int(numbers[0, 0]) == 170 <= most < len(numbers)
+
+
+def test_tables_that_graphs_read_stay_where_they_are() -> None:
+    tested = CudaBackend([LayerShape(4, 256, 256, 24)], [PLAIN], 2000, BLOCK, torch.bfloat16, DEVICE)
+    tested.set_up_graphs(4096, 8, True)
+    held = tested._decode
+    tested.plan_mixed_graph(Spans.of([]), 8192, 8)
+    tested.plan_decode_graph(Spans.of([Span(0, 4095, 1, range(4096 // BLOCK))]), 8)
+    assert tested._decode is held
+    for spans in ([Span(0, 4096, 1, range(4096 // BLOCK + 1))], [Span(row, 0, 1, (row,)) for row in range(9)]):
+        with pytest.raises(RuntimeError, match="graphs have room for 8 sequences of 256 KV blocks"):
+            tested.begin(Batch(*[torch.zeros(len(spans), dtype=torch.int64)] * 4, Spans.of(spans), len(spans)))
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=FP8)])

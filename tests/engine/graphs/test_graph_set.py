@@ -165,11 +165,24 @@ def test_replays_compute_what_steps_without_graphs_do(
         # The graph first, so that the other run's keys and values cannot stand in for its own.
         output = graphs.run(batch)
         expected = paged.run(batch)
-        torch.testing.assert_close(output.logits.float(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output.logits.float(), expected, rtol=1e-4, atol=1e-4)
         if tokens is not Tokens.CHUNKS:
             assert output.greedy is not None
             assert torch.equal(output.greedy[1], expected.argmax(-1))
     assert graphs.pool.replays == len(steps)
+
+
+@pytest.mark.parametrize("tokens", Tokens)
+def test_a_capture_holds_no_kv_blocks(tokens: Tokens, paged: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend has room for sequences of the longest context, which may have fewer tokens than a graph."""
+    planned = []
+    for name in ("plan_decode_graph", "plan_mixed_graph"):
+        plan = getattr(Backend, name)
+        monkeypatch.setattr(
+            Backend, name, lambda *given, plan=plan: (planned.append(int(given[1].counts.sum())), plan(*given))[1]
+        )
+    captured(paged, tokens, [2, 64], max_num_seqs=6)
+    assert planned == [0, 0]
 
 
 @torch.inference_mode()
@@ -187,7 +200,7 @@ def test_chunks_go_on_from_the_states_that_graphs_leave(monkeypatch: pytest.Monk
             last = replace(part, sampled_rows=part.sampled_rows[-1:])
             assert graphs.fits(last)
             logits = graphs.run(last).logits
-            torch.testing.assert_close(logits.float(), expected[end - 1 : end], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(logits.float(), expected[end - 1 : end], rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()
@@ -199,7 +212,7 @@ def test_a_step_with_adapters_has_a_graph_that_is_told_whose_they_are(paged: Pag
     for spans, others in ((batch.spans, None), (adapted, [[1, 0], [1, 1], [0, 1], [1, 1]]), (batch.spans, None)):
         # The model has no adapters, so both graphs compute the same.
         logits = graphs.run(replace(batch, spans=spans)).logits
-        torch.testing.assert_close(logits.float(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits.float(), expected, rtol=1e-4, atol=1e-4)
         assert graphs._last is not None
         found = graphs._last.others
         assert (None if found is None else found.int().tolist()) == others
@@ -211,7 +224,7 @@ def test_tokens_of_any_batch_in_groups_are_the_models(paged: PagedModel) -> None
     batch = make_batch(paged, 3, [(7, 1), (5, 34)], every_row=False)
     logits = torch.empty(2, VOCABULARY)
     run_in_groups(batch, lambda group: graphs.run(group).logits, BLOCK, logits)
-    torch.testing.assert_close(logits, paged.run(batch), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, paged.run(batch), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

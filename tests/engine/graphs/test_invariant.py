@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from server.config import EngineConfig
 from server.engine.runtime.batch import Batch, Span, Spans
-from server.engine.runtime.graphs.invariant import in_groups
+from server.engine.runtime.graphs.invariant import INVARIANT_ROWS, in_groups
 from server.engine.runtime.limits import EngineConfigError
-from server.engine.runtime.preparation import assembly
+from server.engine.runtime.preparation import assembly, graph_capture
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.engine.models import tiny_model
 
@@ -44,3 +46,14 @@ def test_it_needs_a_backend_with_graphs() -> None:
     invariant = config.model_copy(update={"batch_invariant": True})
     with pytest.raises(EngineConfigError, match="batch_invariant needs CUDA graphs"):
         assembly._capture_steps(runner._paged, runner.limits, invariant, lambda *_: None, [])
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, INVARIANT_ROWS + 8])
+def test_graphs_have_room_for_all_running_sequences(max_num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens are in groups, but each sequence has a row of its own in the block tables."""
+    config = EngineConfig(device="cpu", max_model_len=64, max_num_seqs=max_num_seqs, enforce_eager=True)
+    runner, backend = build_runner(tiny_model("qwen3"), config), Mock(scratch_block=0)
+    monkeypatch.setattr(graph_capture, "GraphSet", Mock())
+    invariant = config.model_copy(update={"batch_invariant": True})
+    graph_capture.capture_decode(runner._paged, backend, runner.limits, invariant, lambda *_: None, [])
+    assert backend.set_up_graphs.call_args.args[:2] == (64, max(max_num_seqs, INVARIANT_ROWS))

@@ -49,6 +49,7 @@ class GraphBackend(AttentionBackend):
     ) -> None:
         """Prepare for graphs of up to max_num_seqs sequences of up to max_model_len tokens; call before any plan.
 
+        All steps that follow, those without graphs, too, may have as many.
         forms: those that decode graphs are likely to ask for, so that their kernels can be compiled side by side.
         split_keys: whether a sequence's keys may be divided among thread blocks, which depends on how many and how long
         the step's sequences are and so changes the order of sums.
@@ -82,7 +83,7 @@ class GraphBackend(AttentionBackend):
     def plan_mixed_graph(self, spans: Spans, size: int, sequences: int) -> Any:
         """Lay out a step for the graph of `size` tokens and `sequences` sequences; returns begin_mixed_graph()'s plan.
 
-        The first plan of a size must have size tokens.
+        The first plan must be that of the largest size.
         """
 
     @abstractmethod

@@ -37,9 +37,6 @@ from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
 
-# The least room for a sequence, in KV blocks: a step that is captured is one sequence of all the step's tokens.
-_LEAST_TOKENS = 1024
-
 
 @dataclass(frozen=True)
 class _Launches:
@@ -86,9 +83,9 @@ class CudaBackend(GraphBackend):
         self._prefill: FlashInferPrefill | None = None
         self._long: FlashInferPrefill | None = None
         self._image_queries: Sequence[ImageQueries] = ()
-        # Made for the first steps, and for good when graphs are set up.
+        # Made for the first steps, and for good when graphs are set up, which read its tables.
         self._decode: DecodeAttention | None = None
-        self._room = (0, 0)
+        self._is_final = False
         self._graph_chunks: dict[int, torch.Tensor] = {}
         self._launches = _Launches(0, {})
         self._newest_only = False
@@ -148,15 +145,18 @@ class CudaBackend(GraphBackend):
         }
 
     def _decode_for(self, sequences: int, blocks: int) -> DecodeAttention:
-        """The decode kernel's tables with room for `sequences` sequences of `blocks` KV blocks each."""
-        if self._decode is None or self._room[0] < sequences or self._room[1] < blocks:
-            least = -(-_LEAST_TOKENS // self._block_size)
-            self._room = max(self._room[0], sequences), max(self._room[1], blocks, least)
+        """The decode kernel's tables with room for `sequences` sequences of `blocks` KV blocks each.
+
+        Raises RuntimeError if those that graphs read have less.
+        """
+        held = (0, 0) if self._decode is None else self._decode.room
+        if self._decode is None or held[0] < sequences or held[1] < blocks:
+            if self._is_final:
+                raise RuntimeError(f"graphs have room for {held[0]} sequences of {held[1]} KV blocks")
+            room = max(held[0], sequences), max(held[1], blocks)
             kinds = list(dict.fromkeys(self._kinds))
             scratch, device = self.scratch_block, self._device
-            self._decode = DecodeAttention(
-                kinds, *self._room, scratch, device, self._split_keys, compiled=self._compiled
-            )
+            self._decode = DecodeAttention(kinds, *room, scratch, device, self._split_keys, compiled=self._compiled)
         return self._decode
 
     def set_up_graphs(
@@ -164,7 +164,7 @@ class CudaBackend(GraphBackend):
     ) -> None:
         """Do as GraphBackend says. With split_keys the compiled kernel attends, where it computes what Triton's does."""
         room = max_num_seqs, -(-max_model_len // self._block_size)
-        self._split_keys, self._decode = split_keys, None
+        self._split_keys, self._decode, self._is_final = split_keys, None, False
         if not split_keys:
             self._partial = None
         cache = self._cache[0]
@@ -181,6 +181,7 @@ class CudaBackend(GraphBackend):
             if failed is not None:
                 raise RuntimeError(f"decode steps cannot attend: {failed}")
         self._decode_for(*room)
+        self._is_final = True
 
     def _try_decode(self, decode: DecodeAttention, forms: Collection[DecodeForm]) -> None:
         """Raise what decode's kernels raise, and ValueError if they compute something else than the chunk kernel."""
@@ -210,7 +211,8 @@ class CudaBackend(GraphBackend):
             most = chunk_items.most_items(size, sequences, tokens, self._chunk_room)
             if tokens not in self._graph_chunks:
                 # The graph of most tokens is captured first, and all share its memory; others may have more sequences.
-                rows = 1 + chunk_items.most_items(size, max(sequences, self._room[0]), tokens, self._chunk_room)
+                most_sequences = self._decode_for(sequences, 1).room[0]
+                rows = 1 + chunk_items.most_items(size, most_sequences, tokens, self._chunk_room)
                 room = torch.zeros(rows, chunk_items.FIELDS, dtype=torch.int32, device=self._device)
                 self._graph_chunks[tokens] = room
             held = self._graph_chunks[tokens]

@@ -18,7 +18,7 @@ from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.calls import attending
 from server.engine.runtime.attention.graph_backend import GraphBackend
-from server.engine.runtime.batch import Batch, Span, Spans, to_device
+from server.engine.runtime.batch import Batch, Spans, to_device
 from server.engine.runtime.graphs.cuts import cut_layers
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool, unowned
@@ -222,13 +222,13 @@ class GraphSet:
         self.pool.fill(graph.inputs, plan, (batch.ids, batch.positions, batch.slots), newest, source)
         return graph
 
-    def _plan(self, spans: Spans, form: Form) -> None:
-        """Lay out a step and its states."""
+    def _plan(self, spans: Spans, form: Form) -> Any:
+        """Lay out a step and its states; the backend's plan of chunks."""
         self._plan_states(spans, form)
         if self.tokens is Tokens.CHUNKS:
-            self._backend.plan_mixed_graph(spans, form.size, self._sequences(form))
-        else:
-            self._backend.plan_decode_graph(spans, form.size, self.tokens is Tokens.DRAFTED)
+            return self._backend.plan_mixed_graph(spans, form.size, self._sequences(form))
+        self._backend.plan_decode_graph(spans, form.size, self.tokens is Tokens.DRAFTED)
+        return None
 
     def _plan_states(self, spans: Spans, form: Form) -> None:
         if self._states is None:
@@ -237,16 +237,6 @@ class GraphSet:
             self._states.plan_chunks_graph(spans, form.size, self._sequences(form))
         else:
             self._states.plan_decode_graph(spans, form.size)
-
-    def _plan_capture(self, form: Form) -> Any:
-        """Lay out the step that is captured: padding, or a chunk of padding; the backend's plan of chunks."""
-        size = form.size
-        self._plan_states(Spans.of([]), form)
-        if self.tokens is Tokens.CHUNKS:
-            scratch = (self._backend.scratch_block,) * -(-size // self._block_size)
-            return self._backend.plan_mixed_graph(Spans.of([Span(0, 0, size, scratch)]), size, self._sequences(form))
-        self._backend.plan_decode_graph(Spans.of([]), size, self.tokens is Tokens.DRAFTED)
-        return None
 
     def _begin(self, slots: torch.Tensor, form: Form, plan: Any) -> None:
         if self.tokens is Tokens.CHUNKS:
@@ -263,7 +253,8 @@ class GraphSet:
         if self.tokens is Tokens.CHUNKS:
             rows = torch.zeros(self._rows(form), dtype=torch.int64, device=self._model.device)
             kept = {"logits_to_keep": rows}
-        plan = self._plan_capture(form)
+        # All of it is padding: no sequence may have as many tokens as the largest graph.
+        plan = self._plan(Spans.of([]), form)
 
         def forward() -> tuple[torch.Tensor, ...]:
             self._begin(inputs[2], form, plan)

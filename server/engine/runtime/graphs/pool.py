@@ -58,7 +58,7 @@ class GraphPool:
     def fill(
         self,
         inputs: torch.Tensor,
-        plan: Callable[[], None],
+        plan: Callable[[], object],
         values: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         newest: torch.Tensor | None = None,
         source: list[int] | None = None,

@@ -49,8 +49,8 @@ def capture_decode(
     own = paged.model, backend, paged.block_size, paged.clock
     graphs = GraphSet(*own, adapter_slots=paged.adapter_slots, states=states)
     sizes = [INVARIANT_ROWS] if config.batch_invariant else decode_sizes(limits.max_num_seqs)
-    largest = max(sizes)
-    room = max(largest, *verify_sizes(config)) if verify_sizes(config) else largest
+    # The tables have a row for each running sequence, which may be more than the graph of batch_invariant has tokens.
+    room = max(limits.max_num_seqs, *sizes, *verify_sizes(config))
     forms = decode_forms(layers, sizes, paged.dtype)
     backend.set_up_graphs(limits.max_model_len, room, not config.batch_invariant, forms)
     graphs.capture(sizes, progress)

@@ -137,6 +137,11 @@ class DecodeAttention:
             device,
         )
 
+    @property
+    def room(self) -> tuple[int, int]:
+        """Sequences that a step may have, and KV blocks that each may have."""
+        return self.tables.padding_row, self.tables.blocks.shape[1]
+
     def forms(self, kind: Kind) -> list[Instance | None]:
         """The forms by which the kernel attends for layers of a kind, as in_form() takes them."""
         return self._rooms.forms(self._windows.index(kind.options.window))
