@@ -12,12 +12,16 @@ from server.text.calls.json_calls import JsonToolParser
 from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call, read_python_calls
 from server.text.calls.mistral_calls import MistralToolParser
 from server.text.calls.parser import ToolParser
-from server.text.calls.tagged_calls import GLM, XML, TaggedToolParser
+from server.text.calls.tagged_calls import GLM, MINIMAX, SEED, XML, TaggedToolParser, Tags
 from server.text.harmony import CALL, HarmonySplitter
 from server.text.harmony import MARKS as HARMONY_MARKS
 from server.text.reasoning import MARKS, ReasoningMarks, ReasoningSplitter
 
-Family = Literal["hermes", "xml", "glm", "lfm2", "llama", "mistral", "gemma", "gemma4", "harmony", "generic"]
+Family = Literal[
+    "hermes", "nemotron", "phi", "xml", "seed", "minimax", "glm", "lfm2", "llama", "mistral", "gemma", "gemma4", "harmony",
+    "generic",
+]  # fmt: skip
+_TAGS: dict[Family, Tags] = {"xml": XML, "seed": SEED, "minimax": MINIMAX, "glm": GLM}
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much a model thinks, as OpenAI's API says it."""
@@ -68,8 +72,11 @@ class Dialect:
     def marks(self) -> tuple[str, ...]:
         """Texts that must not be dropped from an answer that is parsed, special tokens or not."""
         calls: dict[Family, tuple[str, ...]] = {
-            **dict.fromkeys(("hermes", "generic", "xml"), ("<tool_call>", "</tool_call>")),
-            "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            **dict.fromkeys(("hermes", "generic"), ("<tool_call>", "</tool_call>")),
+            **{family: (tags.start, tags.end) for family, tags in _TAGS.items()},
+            "glm": (GLM.start, GLM.end, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
+            "phi": ("<|tool_call|>", "<|/tool_call|>"),
             "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
             "harmony": HARMONY_MARKS,
             "llama": ("<|python_tag|>",),
@@ -95,10 +102,8 @@ class Dialect:
         match self.family:
             case "llama":
                 return JsonToolParser("<|python_tag|>", None, bare=functions)
-            case "xml":
-                return TaggedToolParser(XML, functions)
-            case "glm":
-                return TaggedToolParser(GLM, functions)
+            case "xml" | "seed" | "minimax" | "glm":
+                return TaggedToolParser(_TAGS[self.family], functions)
             case "lfm2":
                 return MarkedToolParser("<|tool_call_start|>", "<|tool_call_end|>", read_python_calls)
             case "harmony":
@@ -112,7 +117,7 @@ class Dialect:
             case "gemma4":
                 return MarkedToolParser("<|tool_call>", "<tool_call|>", lambda body: read_gemma_call(body, '<|"|>'))
             case _:
-                return JsonToolParser("<tool_call>", "</tool_call>")
+                return JsonToolParser(*self.marks[:2])
 
     def splitter(self, prompt: str, functions: Mapping[str, Any]) -> ReasoningSplitter | HarmonySplitter | None:
         """What takes the thoughts out of the answer to this prompt; None if the model writes none."""
@@ -183,10 +188,14 @@ _SIGNS: tuple[tuple[str, Family], ...] = (
     ("<start_function_call>", "gemma"),
     ("<|tool_call>", "gemma4"),
     ("<|channel|>", "harmony"),
+    ("<seed:tool_call>", "seed"),
+    ("<minimax:tool_call>", "minimax"),
     ("<parameter=", "xml"),
     ("<arg_key>", "glm"),
     ("<|tool_call_start|>", "lfm2"),
     ("<|tool_list_start|>", "lfm2"),
+    ("<TOOLCALL>", "nemotron"),
+    ("<|/tool_call|>", "phi"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama"),
     ('"parameters": ', "llama"),

@@ -26,6 +26,7 @@ class ReasoningMarks:
 MARKS = (
     ReasoningMarks("<think>", "</think>"),
     ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<seed:think>", "</seed:think>"),
     ReasoningMarks("<|channel>", "<channel|>", "thought\n"),  # Gemma 4
 )
 

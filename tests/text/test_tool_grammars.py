@@ -21,6 +21,8 @@ DIALECTS = {
     "gemma": Dialect("gemma", None, None),
     "gemma4": Dialect("gemma4", None, None),
     "xml": Dialect("xml", None, None),
+    "seed": Dialect("seed", None, None),
+    "nemotron": Dialect("nemotron", None, None),
     "lfm2": Dialect("lfm2", None, None),
     "harmony": Dialect("harmony", None, None),
 }
@@ -55,14 +57,14 @@ def written(dialect: Dialect, calls: Calls) -> str:
             return "[TOOL_CALLS]" + json.dumps([{"name": name, "arguments": given} for name, given in calls])
         case "llama":
             return "".join(json.dumps({"name": name, "parameters": given}) for name, given in calls)
-        case "lfm2":
+        case "lfm2" | "nemotron":
             listed = json.dumps([{"name": name, "arguments": given} for name, given in calls])
-            return f"<|tool_call_start|>{listed}<|tool_call_end|>"
+            return dialect.marks[0] + listed + dialect.marks[1]
         case "harmony":
             head = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
             return "<|call|>".join(head.format(name, json.dumps(given)) for name, given in calls)
     bodies = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
-    return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    return "\n".join(f"{dialect.marks[0]}\n{body}\n{dialect.marks[1]}" for body in bodies)
 
 
 def read(dialect: Dialect, text: str) -> Calls:

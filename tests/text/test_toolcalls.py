@@ -16,7 +16,7 @@ from server.text.calls.json_calls import JsonToolParser
 from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call, read_python_calls
 from server.text.calls.mistral_calls import MistralToolParser
 from server.text.calls.parser import ToolParser
-from server.text.calls.tagged_calls import GLM, XML, TaggedToolParser
+from server.text.calls.tagged_calls import GLM, MINIMAX, SEED, XML, TaggedToolParser
 from server.text.reasoning import MARKS, ReasoningSplitter
 from tests.marks import with_rest
 
@@ -52,6 +52,18 @@ def xml_call(name: str = "f", **arguments: object) -> str:
 
 def glm() -> ToolParser:
     return TaggedToolParser(GLM, {"f": PARAMETERS, "g": None})
+
+
+def seed() -> ToolParser:
+    return TaggedToolParser(SEED, {"f": PARAMETERS})
+
+
+def minimax() -> ToolParser:
+    return TaggedToolParser(MINIMAX, {"f": PARAMETERS, "g": None})
+
+
+def nemotron() -> ToolParser:
+    return JsonToolParser("<TOOLCALL>", "</TOOLCALL>")
 
 
 def lfm2() -> ToolParser:
@@ -148,6 +160,13 @@ CASES: list[tuple[Callable[[], ToolParser], str, Outcome]] = [
     (xml, "<tool_call>\n<func", ("<tool_call>\n<func", [])),
     (glm, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x\ny</arg_value>\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n"
      "</tool_call><tool_call>g</tool_call>", ("", [("f", '{"a": "x\\ny", "n": 3}'), ("g", "{}")])),
+    (seed, "<seed:tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=n>3</parameter>\n</function>\n"
+     "</seed:tool_call>", ("", [("f", '{"a": "\\nx\\n", "n": 3}')])),
+    (minimax, '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n'
+     '<parameter name="o">{}</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+     ("", [("f", '{"a": "1", "o": {}}'), ("g", "{}")])),
+    (nemotron, '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": "{}"}]</TOOLCALL>',
+     ("", [("f", '{"a": 1}'), ("g", "{}")])),
     (lfm2, "ok <|tool_call_start|>[f(a='x', o={\"k\": true, 'z': None}, l=[1, -2.5]), c.d(a=\"]\")]<|tool_call_end|>",
      ("ok ", [("f", '{"a": "x", "o": {"k": true, "z": null}, "l": [1, -2.5]}'), ("c.d", '{"a": "]"}')])),
     *((lfm2, text, (text, [])) for text in (

@@ -1,11 +1,11 @@
-"""Tool calls whose arguments stand between tags, one by one: Qwen3-Coder's and Qwen3.5's notation, and GLM's."""
+"""Tool calls whose arguments stand between tags, one by one: Qwen3-Coder's and Qwen3.5's, Seed-OSS', MiniMax' and GLM's."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from server.text.calls.json_calls import JsonToolParser
@@ -27,6 +27,8 @@ class Tags:
     key: re.Pattern[str]
     value_end: str
     call_end: str
+    opening: str
+    """The beginning of what name matches, if more than one call may stand between the marks."""
     lines: bool
     """Whether a line end on either side of a value is no part of it."""
     bare: str | None = None
@@ -35,11 +37,18 @@ class Tags:
 
 XML = Tags(
     "<tool_call>", "</tool_call>", re.compile(r"\s*<function=([^<>\s]+)>"), re.compile(r"<parameter=([^<>\n]+)>"),
-    "</parameter>", "</function>", lines=True, bare="<function={}>",
+    "</parameter>", "</function>", "<function=", lines=True, bare="<function={}>",
 )  # fmt: skip
 GLM = Tags(
     "<tool_call>", "</tool_call>", re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?=<)"),
-    re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>"), "</arg_value>", "</tool_call>", lines=False,
+    re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>"), "</arg_value>", "</tool_call>", "", lines=False,
+)  # fmt: skip
+
+
+SEED = replace(XML, start="<seed:tool_call>", end="</seed:tool_call>", lines=False)
+MINIMAX = Tags(
+    "<minimax:tool_call>", "</minimax:tool_call>", re.compile(r"\s*<invoke name=\"([^<>\"]+)\">"),
+    re.compile(r"<parameter name=\"([^<>\"]+)\">"), "</parameter>", "</invoke>", "<invoke name=", lines=False,
 )  # fmt: skip
 
 
@@ -148,9 +157,12 @@ class TaggedToolParser:
     def _read_after(self, _: list[str]) -> bool:
         """Behind a call: the mark of its end, or one more call between the same marks."""
         stripped = self._held.lstrip()
-        if not stripped or (self._tags.end.startswith(stripped) and stripped != self._tags.end):
-            return False
         more = self._tags.name.match(self._held)
+        opened = more is None and stripped.startswith(self._tags.opening) and len(stripped) < _LONGEST_NAME
+        if opened or any(
+            mark != stripped and mark.startswith(stripped) for mark in (self._tags.end, self._tags.opening)
+        ):
+            return False
         if stripped.startswith(self._tags.end):
             self._held = stripped[len(self._tags.end) :]
         self._state = "outside" if more is None else "name"

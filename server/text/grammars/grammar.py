@@ -72,7 +72,9 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
             return _lark(_gemma(dialect, functions, mark, count), literals)
         case "llama":
             return _lark(f"start: {_objects(functions, 'parameters')}", literals)
-        case "lfm2":  # its own notation says nothing about the values' types; it may write JSON, too
+        case (
+            "lfm2" | "nemotron" | "phi"
+        ):  # LFM2's own notation says nothing about the values' types; it may write JSON, too
             opening, closing = map(mark, dialect.marks[:2])
             calls = _repeated("call", count, r'"," " "?')
             lark = f'start: {opening} "[" {calls} "]" {closing}\ncall: {_objects(functions, "arguments")}'
@@ -85,7 +87,7 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
             )
             return _lark(f"start: {calls}", literals)
         case _:
-            opening, closing = mark("<tool_call>"), mark("</tool_call>")
+            opening, closing = map(mark, dialect.marks[:2])
             calls, objects = _repeated("call", count, r'"\n"'), _objects(functions, "arguments")
             lark = f'start: {calls}\ncall: {opening} "\\n" object "\\n" {closing}\nobject: {objects}'
             return _lark(lark, literals)
