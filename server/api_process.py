@@ -67,12 +67,10 @@ def _serve(config: Config, setup: Setup, end: socket.socket) -> int:
             yield
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            """See uvicorn.Server."""
             await super().startup(sockets)
             self._member.listening()
 
         def drain(self) -> None:
-            """See Server."""
             if not self.started:
                 os._exit(0)
             super().drain()

@@ -36,7 +36,6 @@ class ConsoleFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(request)s%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter.format."""
         current = _concerned(record)
         record.request = f"[{current}] " if current else ""
         return super().format(record)
@@ -46,7 +45,6 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (RFC 3339, UTC), level, logger, message, and request_id and exception if any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter.format."""
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

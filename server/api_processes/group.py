@@ -96,7 +96,6 @@ class Group(Alone):
             self._keepers.append(asyncio.create_task(self._keep(row), name=f"api-process-{row}"))
 
     async def engine(self, progress: Progress) -> tuple[Path, EngineBase]:
-        """See Alone."""
         self._checkpoint, engine = await super().engine(progress)
         engine.add_status_listener(lambda _: self.tell())
         return self._checkpoint, engine

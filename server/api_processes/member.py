@@ -61,7 +61,6 @@ class Member(Alone):
         self._reader = asyncio.create_task(self._read(), name="first-process-reader")
 
     async def engine(self, progress: Progress) -> tuple[Path, EngineBase]:
-        """See Alone."""
         assert self._checkpoint is not None
         return await self._checkpoint, self._engine
 

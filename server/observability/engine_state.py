@@ -35,7 +35,6 @@ class EngineCollector(Collector):
         self.cache: CacheConfig | None = None
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector.collect."""
         stats, cache = self.stats, self.cache
         state, restarts = self.state()
         usage = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0

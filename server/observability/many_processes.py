@@ -46,7 +46,6 @@ class _Resources(Collector):
         self._alive = alive
 
     def collect(self) -> Iterator[Metric]:
-        """See Collector.collect."""
         alive = self._alive()
         yield GaugeMetricFamily("nf4_api_processes", "Processes that answer HTTP.", value=len(alive))
         families: dict[str, Metric] = {}

@@ -41,7 +41,6 @@ class VllmNames(Collector):
         self._keep_ours = keep_ours
 
     def collect(self) -> Iterator[Metric]:
-        """See Collector.collect."""
         for metric in self._collector.collect():
             bare = metric.name.removeprefix(OURS)
             shared = bare in SHARED and metric.name != bare

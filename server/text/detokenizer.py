@@ -51,7 +51,6 @@ class ByteDetokenizer:
         self._strip = strip_leading_space
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """See Detokenizer.push."""
         text = self._decoder.decode(b"".join(map(self._table.__getitem__, token_ids)))
         if self._strip and text:
             self._strip = False
@@ -59,7 +58,6 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """See Detokenizer.flush."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -78,7 +76,6 @@ class WindowDetokenizer:
         self._pending: list[int] = []
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """See Detokenizer.push."""
         pieces = []
         for token_id in token_ids:
             self._pending.append(token_id)
@@ -92,7 +89,6 @@ class WindowDetokenizer:
         return "".join(pieces)
 
     def flush(self) -> str:
-        """See Detokenizer.flush."""
         before, after = self._texts()
         self._context, self._pending = self._pending, []
         return after[len(before) :]

@@ -61,7 +61,6 @@ class Connection(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self.counts.add(CONNECTIONS, -1)
         self._stop_timer()
         self._unset_keepalive_if_required()
@@ -91,7 +90,6 @@ class Connection(HttpToolsProtocol):
     # What arrives
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self._refused:
             return
         if not (self._reading_head or self._reading_body):

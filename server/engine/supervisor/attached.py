@@ -29,7 +29,6 @@ class AttachedEngine(EngineBase):
 
     @property
     def adapters(self) -> dict[str, str]:
-        """See EngineBase."""
         return self._adapters
 
     def follow(self, status: EngineStatus, folder: Path | None, adapters: dict[str, str], restarts: int) -> None:
@@ -47,7 +46,6 @@ class AttachedEngine(EngineBase):
                 logger.debug("no sockets to the engine: %s", e)
 
     async def stop(self) -> None:
-        """See EngineBase."""
         self._finish_all("abort", None)
         if self._sockets is not None:
             self._sockets.close()

@@ -42,7 +42,6 @@ class JsonToolParser:
         self._calls = 0
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
-        """See ToolParser.push."""
         self._held += text
         content: list[str] = []
         calls: list[CallDelta] = []
@@ -51,7 +50,6 @@ class JsonToolParser:
         return "".join(content), calls
 
     def finish(self) -> tuple[str, list[CallDelta]]:
-        """See ToolParser.push."""
         text, self._held = self._held, ""
         if not self._inside:
             return text, []

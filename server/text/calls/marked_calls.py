@@ -30,7 +30,6 @@ class MarkedToolParser:
         self._calls = 0
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
-        """See ToolParser.push."""
         self._held += text
         content, calls = "", []
         while self._held:
@@ -57,7 +56,6 @@ class MarkedToolParser:
         return content, calls
 
     def finish(self) -> tuple[str, list[CallDelta]]:
-        """See ToolParser.push."""
         text, self._held = self._held, ""
         return (self._start + "".join(self._body) + text if self._inside else text), []
 

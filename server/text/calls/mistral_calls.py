@@ -26,7 +26,6 @@ class MistralToolParser:
         """Reads the arguments of a call in the newer notation; None outside of them."""
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
-        """See ToolParser.push."""
         self._held += text
         rewritten: list[str] = []
         while self._held and self._rewrite(rewritten):
@@ -62,7 +61,6 @@ class MistralToolParser:
         return True
 
     def finish(self) -> tuple[str, list[CallDelta]]:
-        """See ToolParser.push."""
         if self._arguments is not None:
             return self._json.finish()
         text, self._held = (self.START if self._inside else "") + self._held, ""

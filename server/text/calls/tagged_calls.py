@@ -74,7 +74,6 @@ class TaggedToolParser:
         self._at_value = False
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
-        """See ToolParser.push."""
         self._held += text
         rewritten: list[str] = []
         while self._held and getattr(self, f"_read_{self._state}")(rewritten):
@@ -82,7 +81,6 @@ class TaggedToolParser:
         return self._json.push("".join(rewritten))
 
     def finish(self) -> tuple[str, list[CallDelta]]:
-        """See ToolParser.push."""
         text, self._held = self._held, ""
         match self._state:
             case "name":

@@ -87,7 +87,6 @@ class DenseHeads(LatentHeads):
         return cls(key, value.transpose(1, 2), sizes, project)
 
     def absorbed(self, query: torch.Tensor) -> torch.Tensor:
-        """See LatentHeads."""
         plain, rank = self.sizes.plain, self.sizes.rank
         rotary = query.shape[2] - plain
         if _is_small(query):
@@ -100,7 +99,6 @@ class DenseHeads(LatentHeads):
         return out
 
     def values_of(self, sums: torch.Tensor) -> torch.Tensor:
-        """See LatentHeads."""
         if _is_small(sums):
             from server.engine.runtime.attention.kernels.head_matrices import multiply_heads
 

@@ -50,7 +50,6 @@ class PackedHeads(LatentHeads):
         self._address = ctypes.addressof(self._call)
 
     def absorbed(self, query: torch.Tensor) -> torch.Tensor:
-        """See LatentHeads."""
         tokens, sizes = query.shape[0], self.sizes
         if tokens > _MAX_TOKENS or query.dtype is not torch.float32 or query.stride(2) != 1:
             return self._dense(query.dtype).absorbed(query)
@@ -61,7 +60,6 @@ class PackedHeads(LatentHeads):
         return out
 
     def values_of(self, sums: torch.Tensor) -> torch.Tensor:
-        """See LatentHeads."""
         tokens, sizes = sums.shape[0], self.sizes
         if tokens > _MAX_TOKENS or sums.dtype is not torch.float32:
             return self._dense(sums.dtype).values_of(sums)

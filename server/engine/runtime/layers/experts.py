@@ -95,7 +95,6 @@ class SoftmaxRouter:
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Router."""
         if self.bias is not None:
             logits = nn.functional.linear(x, self.weight, self.bias)
             return route(logits, self.top_k, self.normalised, self.rounded)
@@ -122,7 +121,6 @@ class SigmoidRouter:
     factor: float = 1.0
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Router."""
         return _route(x, self.weight, self.bias, self.top_k, self.normalised, self.factor)
 
 
@@ -159,7 +157,6 @@ class ModuleRouter:
         self._wants_batch = False
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Router."""
         if not self._wants_batch:
             try:
                 _, weights, experts = self._module(x, *self._others)

@@ -37,11 +37,9 @@ class RmsNorm:
 
     @property
     def in_launch(self) -> bool:
-        """See Norm."""
         return self.offset == 0.0
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See Norm."""
         if x.is_cuda:
             # Triton is not installed without CUDA.
             from server.engine.runtime.layers.kernels import rms_norm
@@ -65,7 +63,6 @@ class ModuleNorm:
         self._module = module
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See Norm."""
         y: torch.Tensor = self._module(x)
         return y if residual is None else residual + y
 

@@ -33,7 +33,6 @@ class ProjectedRouter:
     top_k: int
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Router."""
         return route(self.projection(x), self.top_k, True, torch.float32)
 
 
@@ -47,7 +46,6 @@ class ScaledRouter:
     """[experts]"""
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Router."""
         weights, experts = self.router(self.norm(x))
         return weights * self.factors[experts], experts
 

@@ -47,16 +47,13 @@ class ModuleProjection:
         self.module = module
 
     def __call__(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See Projection."""
         y: torch.Tensor = self.module(x if norm is None else norm(x))
         return y if residual is None else residual + y
 
     def tile(self, tokens: int, dtype: torch.dtype) -> int:
-        """See Projection."""
         return 0
 
     def of_tiles(self, tiles: torch.Tensor, tokens: int, residual: torch.Tensor | None) -> torch.Tensor:
-        """See Projection."""
         raise NotImplementedError(f"{type(self.module).__name__} reads no tiles")
 
 
@@ -67,15 +64,12 @@ class ReducedProjection:
         self._part = part
 
     def __call__(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See Projection."""
         return _reduced(self._part(x, norm), residual)
 
     def tile(self, tokens: int, dtype: torch.dtype) -> int:
-        """See Projection."""
         return self._part.tile(tokens, dtype)
 
     def of_tiles(self, tiles: torch.Tensor, tokens: int, residual: torch.Tensor | None) -> torch.Tensor:
-        """See Projection."""
         return _reduced(self._part.of_tiles(tiles, tokens, None), residual)
 
 
@@ -98,7 +92,6 @@ class Nf4Projection:
         self._tiles: dict[int, int] = {}
 
     def __call__(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See Projection."""
         linear, tokens = self.linear, x.shape[0]
         if linear.uses_copy(tokens):
             return _by_copy(linear, x if norm is None else norm(x), residual)
@@ -120,7 +113,6 @@ class Nf4Projection:
         return self._gates[key]
 
     def tile(self, tokens: int, dtype: torch.dtype) -> int:
-        """See Projection."""
         if self.linear.uses_copy(tokens) or self.linear.in_features % 256:
             return 0
         if tokens not in self._tiles:
@@ -128,7 +120,6 @@ class Nf4Projection:
         return self._tiles[tokens]
 
     def of_tiles(self, tiles: torch.Tensor, tokens: int, residual: torch.Tensor | None) -> torch.Tensor:
-        """See Projection."""
         return ops.tiled_linear(tiles, self.linear.weight, tokens, self.linear.bias, residual)
 
     def _normalised(self, x: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor | None, float]:

@@ -69,13 +69,11 @@ class DeltaRule:
 
     @property
     def kind(self) -> StateKind:
-        """See StateRule."""
         (channels, taps), value_dim = self.conv_weight.shape, self.norm_weight.shape[0]
         heads = self.a_log.shape[0]
         return gated_delta(channels, taps, heads, self.key_dim, value_dim, self.conv_weight.dtype)
 
     def mixer(self, module: nn.Module, pool: StatePool, index: int) -> GatedDelta:
-        """See StateRule."""
         output: nn.Module = module.out_proj  # type: ignore[assignment]
         inputs = _read_fused(module, self) if hasattr(module, "in_proj_qkvz") else _read_inputs(module)
         return GatedDelta(inputs, projection_of(output), output, self, pool, *pool.of_layer(index))
@@ -98,7 +96,6 @@ class GatedDelta(StateMixer):
     def __call__(
         self, x: torch.Tensor, norm: Norm | None, angles: object, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """See StateMixer."""
         x = x if norm is None else norm(x)
         found: dict[str, torch.Tensor] = {}
         for part in self.inputs:
@@ -107,7 +104,6 @@ class GatedDelta(StateMixer):
         return self.output(self._advanced(qkv, z, a, b), residual=residual)
 
     def by_modules(self) -> GatedDelta:
-        """See StateMixer."""
         inputs = [replace(part, projection=ModuleProjection(part.module)) for part in self.inputs]
         return replace(self, inputs=inputs, output=ModuleProjection(self.output_module))
 

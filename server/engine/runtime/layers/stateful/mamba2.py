@@ -48,12 +48,10 @@ class Mamba2Rule:
 
     @property
     def kind(self) -> StateKind:
-        """See StateRule."""
         channels, taps = self.conv_weight.shape
         return kinds.mamba2(channels, taps, self.a_log.shape[0], self.state_dim, self.head_dim, self.dtype)
 
     def mixer(self, module: nn.Module, pool: StatePool, index: int) -> Mamba2Mixer:
-        """See StateRule."""
         parts = dict(module.named_children())
         modules = parts["in_proj"], parts["out_proj"]
         first, last = map(projection_of, modules)
@@ -75,7 +73,6 @@ class Mamba2Mixer(JoinedMixer):
     def __call__(
         self, x: torch.Tensor, norm: Norm | None, angles: object, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """See StateMixer."""
         rule = self.rule
         if rule.input_multiplier != 1.0:
             x, norm = (x if norm is None else norm(x)) * rule.input_multiplier, None

@@ -33,7 +33,6 @@ class ShortConvolution(JoinedMixer):
     def __call__(
         self, x: torch.Tensor, norm: Norm | None, angles: object, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """See StateMixer."""
         columns = self.input(x, norm)
         b, c, y = columns.chunk(3, -1)
         found = self._launched(columns) if columns.is_cuda else c * self._convolved(b * y)
@@ -119,12 +118,10 @@ class ConvolutionRule:
 
     @property
     def kind(self) -> StateKind:
-        """See StateRule."""
         channels, _, taps = self.convolution.weight.shape
         return short_convolution(channels, taps, self.convolution.weight.dtype)
 
     def mixer(self, module: nn.Module, pool: StatePool, index: int) -> ShortConvolution:
-        """See StateRule."""
         parts = dict(module.named_children())
         modules = parts["in_proj"], parts["out_proj"]
         weight, bias = self.convolution.weight.detach().squeeze(1).float(), self.convolution.bias

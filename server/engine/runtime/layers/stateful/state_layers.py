@@ -45,7 +45,6 @@ class JoinedMixer(StateMixer):
     pool: StatePool
 
     def by_modules(self) -> Self:
-        """See StateMixer."""
         first, last = map(ModuleProjection, self.modules)
         return replace(self, input=first, output=last)
 
