@@ -23,7 +23,7 @@ from server.checkpoint.base import CheckpointError
 from server.checkpoint.classes import leave_out_towers, narrow_inputs_aside, towers_aside
 from server.checkpoint.diagnosis import first_line
 from server.checkpoint.inspection import CheckpointInfo
-from server.checkpoint.packed import expand, read_state
+from server.checkpoint.packed import expand, read_packed
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +119,10 @@ class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
         module = model.get_submodule(full_layer_name.rpartition(".")[0])
         expected = _shape(module, model.get_parameter(full_layer_name))
         try:
-            state = read_state(full_layer_name, tensors)
-            if state.shape != expected:
+            packed = read_packed(full_layer_name, tensors)
+            if packed.shape != expected:
                 raise CheckpointError(
-                    f"damaged: {full_layer_name} is {list(state.shape)}, config.json says {list(expected)}"
+                    f"damaged: {full_layer_name} is {list(packed.shape)}, config.json says {list(expected)}"
                 )
         except CheckpointError as e:
             raise TensorRefused(str(e)) from e
@@ -133,7 +133,7 @@ class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
                 # transformers would say that there was an error, and leave out where.
                 raise TensorRefused(f"damaged: the quant_state of {full_layer_name}: {first_line(e)}") from e
             return done
-        weight = expand(tensors["weight"], state, model.get_parameter(full_layer_name).dtype)
+        weight = expand(packed, model.get_parameter(full_layer_name).dtype)
         return {"weight": weight.T if isinstance(module, Conv1D) else weight}
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.functional import QuantState, quantize_4bit
+from bitsandbytes.functional import quantize_4bit
 from safetensors import SafetensorError, safe_open
 
 from nf4_kernels import Weight
-from nf4_kernels.format import CODEBOOK, NESTED_BLOCKSIZE, block_scales, check
+from nf4_kernels.format import NESTED_BLOCKSIZE, block_scales
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.experts.names import FP4_STATE, NF4_STATE
 from server.checkpoint.names import is_ignored
+from server.checkpoint.packed import read_packed
 
 BLOCKSIZE = 64
 """Weights under one scale where 16-bit weights are quantized here."""
@@ -87,40 +88,13 @@ class CheckpointTensors:
     def read_nf4(self, name: str, shape: tuple[int, ...]) -> Weight:
         """A weight that bitsandbytes has saved in NF4, on the CPU."""
         parts = {part.lstrip("."): self.read(name + part) for part in _STATE_PARTS if name + part in self}
-        for part in (".absmax", ".quant_map"):
-            if part.lstrip(".") not in parts:
-                raise CheckpointError(f"{self.folder}: damaged: missing keys: {name}{part}")
         try:
-            state = QuantState.from_dict(parts, torch.device("cpu"))
-            weight = Weight.from_quant_state(self.read(name), state)
-            check(weight)
-            _check_scales(state)
-        except (ValueError, KeyError, TypeError, AssertionError, AttributeError, RuntimeError) as e:
-            raise self.error(name, f"has a quantization state that does not fit: {e or type(e).__name__}") from e
-        if weight.shape != shape:
-            raise self.error(name, f"is NF4 of {list(weight.shape)}, it must be {list(shape)}")
-        if weight.packed.numel() != (math.prod(shape) + 1) // 2:
-            raise self.error(name, f"has {weight.packed.numel()} bytes of codes, {list(shape)} takes half its elements")
-        # More scales than there are blocks would be taken for the next expert's.
-        blocks = -(-math.prod(shape) // weight.blocksize)
-        groups = -(-blocks // NESTED_BLOCKSIZE)
-        if state.absmax.numel() != blocks or (state.nested and weight.absmax.numel() != groups):
-            nested = f" in {weight.absmax.numel()} groups" if state.nested else ""
-            raise self.error(name, f"has {state.absmax.numel()} scales{nested}, its {blocks} blocks take one each")
-        if not torch.equal(state.code.float(), torch.tensor(CODEBOOK)):
-            raise self.error(name, "has a quant_map that is not NF4's")
-        if not (block_scales(weight).isfinite().all()):
-            raise self.error(name, "has scales that are not finite numbers")
+            weight = read_packed(name, {"weight": self.read(name), **parts})
+        except CheckpointError as e:
+            raise CheckpointError(f"{self.folder}: {str(e).removeprefix(f'{self.folder}: ')}") from e
+        if weight.shape != shape or weight.table != "nf4":
+            raise self.error(name, f"is {weight.table} of {list(weight.shape)}, it must be nf4 of {list(shape)}")
         return weight
-
-
-def _check_scales(state: QuantState) -> None:
-    """ValueError where scales are not of the dtype that they must have, with the code table that they need."""
-    wanted = torch.uint8 if state.nested else torch.float32
-    if state.absmax.dtype is not wanted:
-        raise ValueError(f"absmax is {state.absmax.dtype}, it must be {wanted}")
-    if state.nested and (state.state2.code.numel() != 256 or not state.state2.code.is_floating_point()):
-        raise ValueError(f"nested_quant_map has {state.state2.code.numel()} elements, it must have 256 floats")
 
 
 def quantize(matrix: torch.Tensor) -> Weight:

@@ -17,7 +17,7 @@ from server.checkpoint.base import CheckpointError
 from server.checkpoint.diagnosis import first_line
 from server.checkpoint.experts.names import place_of
 from server.checkpoint.inspection import ITEM_BYTES, CheckpointInfo, weight_files
-from server.checkpoint.packed import read_state
+from server.checkpoint.packed import read_packed
 from server.checkpoint.sharding.roles import plan_of, role_of
 
 BLOCKSIZE = 64
@@ -73,7 +73,7 @@ class StoredTensors:
         name = self._names.get(name, name)
         state = {suffix: self[f"{name}.{suffix}"] for suffix in _STATE_TENSORS if f"{name}.{suffix}" in self}
         try:
-            read_state(name, {"weight": self[name], **state})
+            read_packed(name, {"weight": self[name], **state})
         except CheckpointError as e:
             raise CheckpointError(f"{self._folder}: {e}") from e
         try:

@@ -61,4 +61,4 @@ def test_scales_of_experts(tmp_path: Path) -> None:
     save_moe(tmp_path, tiny_moe("qwen3_moe", **sizes), nested=False)
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
     change_tensors(tmp_path, lambda tensors: tensors[f"{name}.absmax"][:1].fill_(float("nan")))
-    assert f"{name} has scales that are not finite numbers" in refused(tmp_path, 1)
+    assert f"the scales (absmax) of {name} are not finite numbers" in refused(tmp_path, 1)
