@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import add_image_outputs
 from server.checkpoint.diagnosis import check_finite, end_tokens, first_line
+from server.checkpoint.experts.tensors import BLOCKSIZE
 from server.checkpoint.loading import check_memory
 from server.checkpoint.sharding.multimodal import initialize_buffers
 from server.checkpoint.sharding.plan import ShardPlan, plan_shard
 from server.checkpoint.sharding.shards import Part, Shard
 from server.checkpoint.sharding.slices import cut_linear
-from server.checkpoint.sharding.stored import BLOCKSIZE, StoredTensors
+from server.checkpoint.sharding.stored import StoredTensors
 from server.checkpoint.sharding.vocabulary import set_vocabulary, shares_embedding, vocabulary_rows
 from server.checkpoint.states import NARROW_INPUTS
 
@@ -51,8 +52,8 @@ def load_shard(
     check_memory(folder, device, plan.num_bytes, shard.count)
     model = plan.empty.model
     try:
-        with StoredTensors(folder, {own: name for name, own in plan.names.items()}) as stored:
-            _Filling(plan, stored, device, dtype).run(progress)
+        stored = StoredTensors(folder, {own: name for name, own in plan.names.items()})
+        _Filling(plan, stored, device, dtype).run(progress)
         plan.experts.fill(model, progress)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise

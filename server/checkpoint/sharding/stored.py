@@ -4,64 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState
-from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.diagnosis import first_line
 from server.checkpoint.experts.names import place_of
+from server.checkpoint.experts.tensors import BLOCKSIZE, CheckpointTensors
 from server.checkpoint.inspection import ITEM_BYTES, CheckpointInfo, weight_files
 from server.checkpoint.packed import read_packed
 from server.checkpoint.sharding.roles import plan_of, role_of
 
-BLOCKSIZE = 64
-"""Weights under one scale where weights are quantized while they are loaded."""
 _STATE = "quant_state.bitsandbytes__nf4"
 _STATE_TENSORS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", _STATE)
 
 
-class StoredTensors:
-    """The tensors of a checkpoint, mapped from its files: what is not used is not read. A context manager."""
+class StoredTensors(CheckpointTensors):
+    """The tensors of a checkpoint, mapped from its files: what is not used is not read."""
 
     def __init__(self, folder: Path, names: Mapping[str, str] | None = None) -> None:
         """names: what tensors are called in the files, by the names under which they are asked for; others are the same."""
-        self._folder = folder
+        super().__init__(folder, weight_files(folder))
         self._names = names or {}
-        self._open = ExitStack()
-        self._files: dict[str, Any] = {}
-        try:
-            for path in weight_files(folder):
-                file = self._open.enter_context(safe_open(path, framework="pt"))
-                self._files |= dict.fromkeys(file.keys(), file)
-        except (OSError, SafetensorError) as e:
-            raise CheckpointError(f"{folder}: damaged: {' '.join(str(e).split())}") from e
 
-    def __enter__(self) -> StoredTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def __contains__(self, name: str) -> bool:
-        return self._names.get(name, name) in self._files
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(self._names.get(str(name), name))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of that name. Raises CheckpointError where there is none."""
-        name = self._names.get(name, name)
-        if name not in self._files:
-            raise CheckpointError(f"{self._folder}: damaged: missing keys: {name}")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
-        return tensor
+        return self.read(self._names.get(name, name))
 
     def is_packed(self, name: str) -> bool:
         """Whether the weight of that name is in NF4."""
-        return f"{self._names.get(name, name)}.{_STATE}" in self._files
+        return f"{self._names.get(name, name)}.{_STATE}" in self
 
     def quant_state(self, name: str) -> QuantState | None:
         """Format of the weight of that name; None if it is not quantized.
@@ -75,11 +53,11 @@ class StoredTensors:
         try:
             read_packed(name, {"weight": self[name], **state})
         except CheckpointError as e:
-            raise CheckpointError(f"{self._folder}: {e}") from e
+            raise CheckpointError(f"{self.folder}: {e}") from e
         try:
             return QuantState.from_dict(state, torch.device("cpu"))
         except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as e:
-            raise CheckpointError(f"{self._folder}: damaged: the quant_state of {name}: {first_line(e)}") from e
+            raise CheckpointError(f"{self.folder}: damaged: the quant_state of {name}: {first_line(e)}") from e
 
 
 def blocksizes_of(info: CheckpointInfo) -> dict[str, int]:

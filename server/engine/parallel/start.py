@@ -10,11 +10,11 @@ import torch
 
 from server.checkpoint.base import Progress
 from server.checkpoint.classes import loading_of, read_config
+from server.checkpoint.experts.tensors import BLOCKSIZE
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.loading import available_bytes
 from server.checkpoint.sharding.plan import divided
 from server.checkpoint.sharding.shards import check_count
-from server.checkpoint.sharding.stored import BLOCKSIZE
 from server.checkpoint.states import check_hybrid
 from server.config import EngineConfig
 from server.engine.parallel.auto import check_config, fewest

@@ -53,8 +53,8 @@ DOWN, GATE = "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.gate_pro
 def test_sizes_are_those_of_the_quantization_states(folder: Path, nested: bool) -> None:
     coarser(folder, {DOWN: 256, GATE: 4096}, nested)
     info = inspect_checkpoint(folder)
-    with StoredTensors(folder) as stored:
-        states = {name: stored.quant_state(name) for name in info.packed}
+    stored = StoredTensors(folder)
+    states = {name: stored.quant_state(name) for name in info.packed}
     assert blocksizes_of(info) == {name: state.blocksize for name, state in states.items() if state is not None}
     assert set(blocksizes_of(info).values()) == {64, 256, 4096}
 
