@@ -123,9 +123,12 @@ typedef struct {
 
 /* The shape of a linear_mma launch; nf4_kernels/plan chooses it. */
 typedef struct {
-  int32_t tokens; /* of a token tile */
-  int32_t warps;  /* of a thread block */
-  int32_t grid;   /* thread blocks, all of which run at the same time */
+  int32_t tokens;    /* of a token tile */
+  int32_t warps;     /* that a thread block of the instance has at most; if tiles are split, it has all of them */
+  int32_t grid;      /* thread blocks, all of which run at the same time */
+  int32_t row_warps; /* 0: tiles are split. Else thread blocks compute whole tiles: warps with rows of their own, */
+  int32_t k_warps;   /* for each of these rows so many that share k, */
+  int32_t loaders;   /* and 1, 2 or 4 that load activations */
 } MmaPlan;
 
 /* One-shot all-reduce: out = residual + the sum over the ranks of their x, all of count elements of dtype, 16-byte aligned,

@@ -32,90 +32,86 @@ _MIN_STEPS = 2
 
 
 class WholeInstance(NamedTuple):
-    """An instance of csrc/cuda/mma_sm80/whole/."""
+    """An instance of csrc/cuda/mma_sm80/whole/, and its costs in microseconds, fitted as MMA_COSTS are."""
 
-    warps: int
-    """The most warps of a thread block, without the one that loads activations."""
     row_tiles: int
     """16 weight rows each, of a warp."""
-    chunk: int
-    """k blocks of a k warp in a chunk of activations; four are a step."""
+    max_k_warps: int
+    """Warps that can share the k of the same rows: their activations must fit a part of the ring."""
+    launch: float
+    tile: float
+    """What each tile of a thread block but the first one adds."""
+    step: float
+    """256 k of each k warp."""
+    rows: float
+    """256 k of 16 rows, beyond the first _BUSY_TILES that are under way."""
+    copy: float
+    """5e7 activations that all thread blocks copy."""
 
 
+# By the most warps of a thread block and the tokens of a tile.
 WHOLE_INSTANCES = {
-    8: WholeInstance(15, 1, 2),
-    16: WholeInstance(15, 1, 2),
-    24: WholeInstance(15, 1, 1),
-    32: WholeInstance(15, 1, 1),
-    48: WholeInstance(7, 2, 1),
-    64: WholeInstance(7, 2, 1),
+    (16, 8): WholeInstance(1, 8, 4.06, 1.42, 0.817, 0.102, 8.04),
+    (15, 8): WholeInstance(2, 8, 4.13, 1.06, 0.727, 0.102, 11.2),
+    (16, 16): WholeInstance(1, 8, 4.55, 1.88, 0.842, 0.122, 5.47),
+    (12, 16): WholeInstance(2, 4, 4.64, 1.70, 0.961, 0.101, 5.88),
+    (16, 24): WholeInstance(1, 5, 4.10, 1.14, 1.02, 0.139, 5.26),
+    (8, 24): WholeInstance(2, 5, 5.43, 2.59, 1.14, 0.094, 4.84),
+    (16, 32): WholeInstance(1, 4, 4.28, 1.21, 1.09, 0.163, 4.76),
+    (8, 32): WholeInstance(2, 4, 5.76, 2.80, 1.43, 0.085, 3.13),
+    (16, 48): WholeInstance(1, 4, 5.66, 1.60, 1.53, 0.204, 3.89),
+    (8, 48): WholeInstance(2, 2, 7.44, 4.48, 1.46, 0.128, 4.19),
+    (16, 64): WholeInstance(1, 4, 6.63, 2.58, 2.08, 0.205, 2.30),
+    (8, 64): WholeInstance(2, 2, 10.3, 7.03, 1.76, 0.121, 5.12),
 }
-"""By the tokens of a tile."""
-_QUARTER_SLOTS = 128
-"""Tokens of a k block that a chunk may have."""
-# By the tokens of a tile, in microseconds: a launch, what each tile of a thread block but the first one adds, and 64 k of 16
-# rows. Of code for sm_86, fitted to bench/results/posed-86-nvidia-h200.json.
-_WHOLE_COSTS = {
-    8: (10.8, 6.9, 0.0239),
-    16: (11.4, 7.1, 0.0281),
-    24: (13.6, 9.6, 0.0304),
-    32: (19.3, 15.4, 0.0287),
-    48: (9.4, 7.6, 0.0469),
-    64: (11.2, 9.6, 0.0587),
-}
-_MAX_K_WARPS = 2
-"""One warp loads activations: with more it is too slow."""
-_BUSY_TILES = 11
-"""Fewer tiles of 16 rows do not keep a multiprocessor busy."""
+_BUSY_TILES = 6
+"""m16 tiles that are under way at no cost."""
+_LOADERS = (4, 2, 1)
+_LOADER_K_WARPS = 2
+"""For more warps with k of their own a loader is too slow."""
 
 
 @dataclass(frozen=True)
 class Mma:
     """linear_mma: weights decoded into mma.sync's register operand; the fields are MmaPlan of params.h.
 
-    warps: those of a thread block; or minus those that have rows of their own if thread blocks compute whole tiles (whole/).
+    warps: those of a thread block if tiles are split, else the most that the instance can have. row_warps, k_warps, loaders:
+    of a thread block that computes whole tiles (csrc/cuda/mma_sm80/whole/).
     """
 
     tokens: int
     warps: int
     grid: int
-
-    def k_warps(self, k: int) -> int:
-        """Warps that share the k of the same rows: as many as there is room for, or fewer that take no more steps."""
-        if self.warps > 0:
-            return 1
-        instance = WHOLE_INSTANCES[self.tokens]
-        most = min(instance.warps // -self.warps, _QUARTER_SLOTS // (instance.chunk * self.tokens))
-        steps = -(-k // (K_STEP * 4 * most))
-        return -(-k // (K_STEP * 4 * steps))
+    row_warps: int = 0
+    k_warps: int = 0
+    loaders: int = 0
 
     @property
     def tile_rows(self) -> int:
         """Weight rows of a tile."""
-        return -self.warps * WHOLE_INSTANCES[self.tokens].row_tiles * 16 if self.warps < 0 else TILE_ROWS
+        if not self.row_warps:
+            return TILE_ROWS
+        return self.row_warps * WHOLE_INSTANCES[self.warps, self.tokens].row_tiles * 16
 
     def workspace_bytes(self, m: int, n: int, k: int) -> int:
         """Normalised tokens, should there be any, and partial sums of two tiles for each thread block if tiles are split."""
         norm = -(-m * k * 2 // 256) * 256 if k <= NORM_K else 0
-        return norm + (self.grid * 2 * TILE_ROWS * self.tokens * 4 if self.warps > 0 else 0)
+        return norm + (self.grid * 2 * TILE_ROWS * self.tokens * 4 if not self.row_warps else 0)
 
     def __str__(self) -> str:
-        kind = f"{-self.warps} row warps" if self.warps < 0 else f"{self.warps} warps"
+        kind = f"{self.warps} warps"
+        if self.row_warps:
+            kind = f"{self.row_warps} x {self.k_warps} + {self.loaders} of {kind}"
         return f"mma: {self.tokens} tokens x {self.tile_rows} rows, {kind}, grid {self.grid}"
 
 
 def mma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Mma]:
-    """Launches of whole tiles by the smallest instance that has room for all tokens, and of stream-K.
+    """Launches of whole tiles by the smallest instances that have room for all tokens, and of stream-K.
 
     Of stream-K's the smallest instances with one or two token tiles, on all multiprocessors; and if there are enough of
     them, with as many thread blocks for each tile.
     """
-    for tokens in [t for t in WHOLE_INSTANCES if m <= t][:1]:
-        for row_warps in range(1, WHOLE_INSTANCES[tokens].warps + 1):
-            tiles = -(-n // Mma(tokens, -row_warps, 1).tile_rows)
-            whole = Mma(tokens, -row_warps, -(-tiles // -(-tiles // multiprocessors)))
-            if whole.k_warps(k) <= _MAX_K_WARPS:
-                yield whole
+    yield from _whole_candidates(m, n, k, multiprocessors)
     seen = set()
     for warps, tokens in MMA_COSTS:
         token_tiles = -(-m // tokens)
@@ -128,15 +124,38 @@ def mma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Mma
             yield Mma(tokens, warps, min(multiprocessors, tiles * steps))
 
 
+def _whole_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Mma]:
+    """Of launches with as many tiles a thread block, those of the fewest rows; with at least half the k warps that fit."""
+    least = min((tokens for _, tokens in WHOLE_INSTANCES if m <= tokens), default=0)
+    for (warps, tokens), instance in WHOLE_INSTANCES.items():
+        tiles_of_block = 0
+        for row_warps in range(1, warps) if tokens == least else ():
+            tiles = -(-n // (row_warps * instance.row_tiles * 16))
+            if tiles_of_block == (tiles_of_block := -(-tiles // multiprocessors)):
+                continue
+            most = min((warps - 1) // row_warps, instance.max_k_warps)
+            for k_warps in {_fewest_k_warps(k, some) for some in range((most + 1) // 2, most + 1)}:
+                loaders = next(some for some in _LOADERS if row_warps * k_warps + some <= warps)
+                if k_warps <= _LOADER_K_WARPS * loaders:
+                    yield Mma(tokens, warps, -(-tiles // tiles_of_block), row_warps, k_warps, loaders)
+
+
+def _fewest_k_warps(k: int, k_warps: int) -> int:
+    """Warps that take no more steps than k_warps do."""
+    steps = -(-k // (K_STEP * 4 * k_warps))
+    return -(-k // (K_STEP * 4 * steps))
+
+
 def mma_cost(mma: Mma, m: int, n: int, k: int) -> float:
     """Estimate microseconds of a launch on those GPUs."""
-    if mma.warps < 0:
-        launch, tile, block = _WHOLE_COSTS[mma.tokens]
-        k_warps = mma.k_warps(k)
-        at_once = -mma.warps * WHOLE_INSTANCES[mma.tokens].row_tiles * k_warps
+    if mma.row_warps:
+        instance = WHOLE_INSTANCES[mma.warps, mma.tokens]
+        under_way = mma.row_warps * mma.k_warps * instance.row_tiles
         tiles = -(-(-(-n // mma.tile_rows) * -(-m // mma.tokens)) // mma.grid)
-        blocks = tiles * math.ceil(k / (K_STEP * 4 * k_warps)) * 4 * max(at_once, _BUSY_TILES)
-        return launch + tile * (tiles - 1) + block * blocks
+        step = instance.step + instance.rows * max(0, under_way - _BUSY_TILES)
+        copied = mma.grid * tiles * mma.tokens * k
+        steps = tiles * math.ceil(k / (K_STEP * 4 * mma.k_warps))
+        return instance.launch + instance.tile * (tiles - 1) + step * steps + instance.copy * copied / 5e7
     tiles, steps = -(-n // TILE_ROWS) * -(-m // mma.tokens), k // K_STEP
     launch, step, two_tiles = MMA_COSTS[mma.warps, mma.tokens]
     if mma.grid % tiles == 0:

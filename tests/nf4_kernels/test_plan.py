@@ -28,7 +28,7 @@ from nf4_kernels.plan import (
     rows_stages,
     shared_bytes,
 )
-from nf4_kernels.plan.mma import mma_cost
+from nf4_kernels.plan.mma import mma_candidates, mma_cost
 from nf4_kernels.plan.posed import posed_dequantize_cost, posed_rows_cost
 from nf4_kernels.plan.rows import CLUSTERS, GROUP_ROWS, HALF_ROWS, MAX_ROWS_BLOCKS, rows_candidates, rows_instances
 from nf4_kernels.plan.wgmma import WGMMA_COSTS, wgmma_candidates
@@ -80,24 +80,28 @@ def test_without_wgmma_nothing_costs_more_than_dequantization(n: int, k: int, ar
 def check_mma(choice: Mma, m: int, n: int, k: int, multiprocessors: int) -> None:
     """The launch is one that csrc/cuda/mma_sm80/ has: of stream-K, or of whole tiles that its thread blocks share."""
     tiles = -(-n // choice.tile_rows) * -(-m // choice.tokens)
-    if choice.warps > 0:
+    if not choice.row_warps:
         assert (choice.warps, choice.tokens) in MMA_COSTS
         assert tiles <= COUNTERS
         assert 1 <= choice.grid <= min(multiprocessors, tiles * (k // 64))
         return
-    assert choice.tokens in WHOLE_INSTANCES
+    instance = WHOLE_INSTANCES[choice.warps, choice.tokens]
     assert 1 <= choice.grid <= multiprocessors
     assert choice.grid == -(-tiles // -(-tiles // choice.grid))
-    instance = WHOLE_INSTANCES[choice.tokens]
-    assert 1 <= -choice.warps * choice.k_warps(k) <= instance.warps
-    assert choice.k_warps(k) * instance.chunk * choice.tokens <= 128
+    assert choice.loaders in (1, 2, 4)
+    assert choice.row_warps * choice.k_warps + choice.loaders <= choice.warps
+    assert 1 <= choice.k_warps <= instance.max_k_warps
 
 
 def test_k_warps_are_no_more_than_pay() -> None:
-    assert [Mma(8, -1, 1).k_warps(k) for k in (64, 4096, 16384)] == [1, 8, 8]
-    assert [Mma(8, -3, 1).k_warps(k) for k in (64, 4096, 5120)] == [1, 4, 5]
-    assert [Mma(16, -2, 1).k_warps(k) for k in (64, 4096)] == [1, 4]
-    assert Mma(8, -14, 1).k_warps(4096) == Mma(8, 8, 1).k_warps(4096) == 1
+    """Others would take as many steps of 256 k."""
+
+    def k_warps(k: int) -> set[int]:
+        return {mma.k_warps for mma in mma_candidates(8, 4096, k, 132) if mma.warps == 16 and mma.row_warps == 2}
+
+    assert k_warps(64) == {1}
+    assert k_warps(4096) == {4, 6}
+    assert k_warps(5120) == {4, 5}
 
 
 def test_linear_mma_is_for_gpus_without_wgmma() -> None:
@@ -129,10 +133,8 @@ def test_what_was_measured_to_be_slower_is_not_planned(gpu: str) -> None:
             for tokens, warps, grid, us in row.get("linear_mma", ())
             if (warps, tokens) in MMA_COSTS
         }
-        for tokens, row_warps, k_warps, grid, us in row.get("whole_tiles", ()):
-            whole = Mma(tokens, -row_warps, grid)
-            if whole.k_warps(k) == k_warps:
-                times[whole] = us
+        for *fields, us in row.get("whole_tiles", ()):
+            times[Mma(*fields)] = us
         if isinstance(choice, Mma):
             took = times.get(choice)
         else:
@@ -270,8 +272,8 @@ def test_the_instances_are_those_compiled() -> None:
     assert compiled("wgmma_sm90/instances.cuh", 2) == set(WGMMA_INSTANCES)
     tiles = {(warps, tokens // 8) for warps, tokens in MMA_COSTS}
     assert compiled("mma_sm80/instances.cuh", 2) == tiles
-    whole = {(i.warps, i.row_tiles, tokens // 8, i.chunk) for tokens, i in WHOLE_INSTANCES.items()}
-    assert compiled("mma_sm80/whole/linear_mma_whole.cu", 4) == whole
+    whole = {(warps, instance.row_tiles, tokens // 8) for (warps, tokens), instance in WHOLE_INSTANCES.items()}
+    assert compiled("mma_sm80/whole/linear_mma_whole.cu", 3) == whole
 
 
 def test_every_instance_has_stages_on_its_gpus_alone() -> None:

@@ -24,7 +24,7 @@ from nf4_kernels.cuda.routing import route, route_linear
 from nf4_kernels.plan import MMA_COSTS, NORM_K, WGMMA_INSTANCES, WHOLE_INSTANCES, Dequantize, Mma, Plan, rows_candidates
 from nf4_kernels.plan.moe import moe_candidates
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, random_weight, split
-from tests.nf4_kernels.cuda.test_linear_mma import row_warps_of, whole
+from tests.nf4_kernels.cuda.test_linear_mma import warps_of, whole
 from tests.nf4_kernels.cuda.test_moe_cuda import device, random_choices, random_experts
 from tests.nf4_kernels.shards import along_k
 
@@ -141,10 +141,11 @@ def run_mma() -> int:
 def run_whole() -> int:
     """Every instance of linear_mma's whole tiles: warps that share k or none, several tiles of a thread block."""
     count = 0
-    for tokens in WHOLE_INSTANCES:
-        for row_warps in row_warps_of(tokens):
+    for instance in WHOLE_INSTANCES:
+        tokens = instance[1]
+        for warps in warps_of(instance):
             for n, k, m in ((208, 448, 2 * tokens + 1), (520, 2112, tokens), (63, 64, tokens - 1)):
-                choice = whole(tokens, row_warps, m, n, multiprocessors=3)
+                choice = whole(instance, warps, m, n, multiprocessors=3)
                 for nested in (False, True):
                     weight = random_weight(n, k, 64, nested).weight
                     count += with_plan(choice, *fused_calls(weight, m, True))

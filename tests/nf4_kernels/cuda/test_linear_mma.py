@@ -33,6 +33,8 @@ MANY = (
     (520, 2048, 64, False, False),
 )
 """Weights: n, k, blocksize, whether scales are nested, whether each 256 blocks have an offset."""
+SOME_WARPS = ((2, 2, 4), (3, 1, 1))
+"""Row warps, k warps and loaders that every instance of whole tiles has room for."""
 
 
 def planned_arch() -> int:
@@ -46,16 +48,21 @@ def launch(tokens: int, m: int, n: int, k: int, blocks: int) -> Mma:
     return Mma(tokens, WARPS[tokens], min(blocks, -(-n // 256) * -(-m // tokens) * (k // 64)))
 
 
-def whole(tokens: int, row_warps: int, m: int, n: int, multiprocessors: int = 132) -> Mma:
+def whole(instance: tuple[int, int], warps: tuple[int, int, int], m: int, n: int, multiprocessors: int = 132) -> Mma:
     """A launch of whole tiles, a few for each thread block if there are few multiprocessors."""
-    tiles = -(-n // Mma(tokens, -row_warps, 1).tile_rows) * -(-m // tokens)
-    return Mma(tokens, -row_warps, -(-tiles // -(-tiles // multiprocessors)))
+    most, tokens = instance
+    tiles = -(-n // Mma(tokens, most, 1, *warps).tile_rows) * -(-m // tokens)
+    return Mma(tokens, most, -(-tiles // -(-tiles // multiprocessors)), *warps)
 
 
-def row_warps_of(tokens: int) -> list[int]:
-    """Warps with rows of their own, so that from 1 to as many as there can be share k, and all that an instance has."""
-    warps = WHOLE_INSTANCES[tokens].warps
-    return sorted({1, 2, 3, warps // 3, warps // 2, warps})
+def warps_of(instance: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """Row warps, k warps and loaders: each number of loaders with one k warp and with the most, in all the room there is."""
+    most, max_k_warps = instance[0], WHOLE_INSTANCES[instance].max_k_warps
+    found = {(1, 2, 4), (2, 1, 1)}
+    for loaders, k_warps in itertools.product((1, 2, 4), (1, max_k_warps)):
+        row_warps = max(1, (most - loaders) // k_warps)
+        found.add((row_warps, min(k_warps, (most - loaders) // row_warps), loaders))
+    return sorted(found)
 
 
 def check(w: Random, choice: Mma, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,15 +100,18 @@ def test_every_instance_however_its_work_is_split(
                 check(w, launch(tokens, m, n, k, blocks), m, dtype, monkeypatch)
 
 
-@pytest.mark.parametrize("tokens", WHOLE_INSTANCES)
+@pytest.mark.parametrize("instance", WHOLE_INSTANCES)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_whole_tiles_of_every_shape(dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_tiles_of_every_shape(
+    dtype: torch.dtype, instance: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With some token tiles, some tiles for a thread block, and rows and k blocks that do not fill the last ones."""
+    tokens = instance[1]
     for n, k, blocksize, nested, offsets in MANY:
         w = random_weight(n, k, blocksize, nested, offsets)
-        for row_warps, m in itertools.product(row_warps_of(tokens), (1, tokens - 1, tokens, 2 * tokens + 3)):
+        for warps, m in itertools.product(warps_of(instance), (1, tokens - 1, 2 * tokens + 3)):
             for multiprocessors in (132, 3):
-                check(w, whole(tokens, row_warps, m, n, multiprocessors), m, dtype, monkeypatch)
+                check(w, whole(instance, warps, m, n, multiprocessors), m, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -111,8 +121,8 @@ def test_every_blocksize(blocksize: int, nested: bool, monkeypatch: pytest.Monke
         w = random_weight(n, k, blocksize, nested, offsets=nested)
         for tokens, blocks in itertools.product((8, 48), (5, 132)):
             check(w, launch(tokens, tokens - 3, n, k, blocks), tokens - 3, BFLOAT16, monkeypatch)
-        for tokens, row_warps in itertools.product(WHOLE_INSTANCES, (3, 7)):
-            check(w, whole(tokens, row_warps, tokens - 3, n), tokens - 3, BFLOAT16, monkeypatch)
+        for instance, warps in itertools.product(WHOLE_INSTANCES, SOME_WARPS):
+            check(w, whole(instance, warps, instance[1] - 3, n), instance[1] - 3, BFLOAT16, monkeypatch)
 
 
 @pytest.mark.parametrize("around", [(0, 4), (300, 0), (1, 2), (128, 384), (7, 250)])
@@ -122,8 +132,8 @@ def test_shards(around: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Non
             for tokens, dtype in itertools.product((8, 24, max(WARPS)), HALVES):
                 for blocks in (5, 132):
                     check(w, launch(tokens, tokens + 1, n, k, blocks), tokens + 1, dtype, monkeypatch)
-            for tokens, dtype, row_warps in itertools.product(WHOLE_INSTANCES, HALVES, (2, 7)):
-                check(w, whole(tokens, row_warps, tokens + 1, n), tokens + 1, dtype, monkeypatch)
+            for instance, dtype, warps in itertools.product(WHOLE_INSTANCES, HALVES, SOME_WARPS):
+                check(w, whole(instance, warps, instance[1] + 1, n), instance[1] + 1, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 13, 16, 24, 31, 33, 48, 64, 75, 96, 127, 128, 129, 256])
@@ -147,9 +157,10 @@ def fused_launches(n: int, k: int) -> Iterator[tuple[Mma, int]]:
     for tokens in (8, 32, max(WARPS)):
         for m, blocks in ((tokens, 132), (2 * tokens + 1, 5), (tokens - 1, 3), (2 * tokens, 1)):
             yield launch(tokens, m, n, k, blocks), m
-    for tokens, row_warps in itertools.product(WHOLE_INSTANCES, (2, 7)):
-        for m, multiprocessors in ((tokens, 132), (2 * tokens + 1, 2)):
-            yield whole(tokens, row_warps, m, n, multiprocessors), m
+    for instance in WHOLE_INSTANCES:
+        tokens = instance[1]
+        for warps, m, multiprocessors in zip(SOME_WARPS, (tokens, 2 * tokens + 1), (132, 2), strict=True):
+            yield whole(instance, warps, m, n, multiprocessors), m
 
 
 @pytest.mark.parametrize(("n", "k"), [(1000, 4160), (193, 448), (63, NORM_K), (64, 64)])
@@ -227,7 +238,8 @@ def test_what_a_launch_cannot_do_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     w = random_weight(64, 128)
     x = torch.randn(2, 128, device=DEVICE, dtype=BFLOAT16)
     stream_k = (Mma(8, 4, 1), Mma(40, 8, 1), Mma(8, WARPS[8], 3), Mma(8, WARPS[8], 0))
-    for wrong in (*stream_k, Mma(8, -17, 1), Mma(8, -2, 3), Mma(16, -1, 5)):
+    whole = (Mma(8, 16, *of) for of in ((1, 16, 1, 1), (1, 1, 9, 1), (3, 2, 1, 4), (1, 1, 1, 3), (1, 1, 0, 1)))
+    for wrong in (*stream_k, *whole, Mma(16, 16, 5, 1, 1, 1)):
         monkeypatch.setattr(launches, "_plan", lambda *_, wrong=wrong: wrong)
         with pytest.raises(cuda.KernelError, match="mma"):
             w.linear(x)

@@ -49,7 +49,7 @@ cudaError_t validate(const Nf4Linear& linear, const MmaPlan& plan) {
   if (linear.norm_weight && linear.dtype != NF4_BFLOAT16) return cudaErrorInvalidValue;
   int64_t tiles = (w.n + kMmaRows - 1) / kMmaRows * ((linear.m + plan.tokens - 1) / plan.tokens);
   int64_t steps = tiles * (w.k / 64);
-  if (steps >= int64_t{1} << 31 || (plan.warps > 0 && plan.grid > steps)) return cudaErrorInvalidValue;
+  if (steps >= int64_t{1} << 31 || (!plan.row_warps && plan.grid > steps)) return cudaErrorInvalidValue;
   if (reserves_shared_memory() && device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) {
     return cudaErrorNotSupported;
   }
@@ -87,8 +87,7 @@ MmaArgs build_args(const Nf4Linear& linear, const MmaPlan& plan) {
 }  // namespace nf4
 
 // Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits the plan. A norm is a launch in front, which
-// leaves normalised tokens at the beginning of the workspace. Minus some warps: whole tiles, whose rows so many warps of a thread
-// block have (whole/).
+// leaves normalised tokens at the beginning of the workspace.
 NF4_EXPORT int nf4_cuda_linear_mma(const Nf4Linear* linear, const MmaPlan* plan) {
   cudaError_t status = nf4::validate(*linear, *plan);
   if (status != cudaSuccess) return status;
@@ -101,10 +100,10 @@ NF4_EXPORT int nf4_cuda_linear_mma(const Nf4Linear* linear, const MmaPlan* plan)
     x = workspace;
     workspace += nf4::norm_bytes(*linear);
   }
-  if (plan->warps < 0) return nf4::launch_whole(*linear, x, plan->tokens, -plan->warps, plan->grid);
   nf4::MmaArgs args = nf4::build_args(*linear, *plan);
   args.x = x;
   args.partials = reinterpret_cast<float4*>(workspace);
+  if (plan->row_warps) return nf4::launch_whole(args, *plan, linear->dtype, stream);
 #define NF4_INSTANCE(warps_, tiles_)                                                                \
   if (plan->warps == warps_ && plan->tokens == tiles_ * 8) {                                        \
     return nf4::launch_instance<warps_, tiles_>(args, linear->dtype, plan->grid, stream);           \

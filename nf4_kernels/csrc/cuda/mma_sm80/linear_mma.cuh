@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) linear_mma(const __grid_consta
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < Shape::kChunksAhead; ++i) activations_loader.load(args, count);
-  fill_table<T, Shape::kThreads>(shared);
+  fill_table<T>(shared, Shape::kThreads);
   const float* code = reinterpret_cast<const float*>(shared + Shape::kScaleCode);
   copies_wait<Shape::kCodesAhead>();
   __syncthreads();
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) linear_mma(const __grid_consta
 #pragma unroll
       for (int i = 0; i < kOperands; ++i) read.decode(operands, i, lane_offset);
     }
-    multiply_step<T, Shape>(acc, operands.a, tokens + Shape::activations(index), scale, [&](int block) {
+    multiply_step<T, Shape, false>(acc, operands.a, tokens + Shape::activations(index), scale, [&](int block) {
       if (block == Shape::kLoadBlock) {
         if (begins) activations_loader.load(args, count);
         codes_loader.load(args, index + Shape::kCodesAhead, count);

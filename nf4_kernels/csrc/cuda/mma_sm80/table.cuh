@@ -6,35 +6,24 @@
 
 namespace nf4 {
 
-// Fills all copies of the table's entries. kThreads: the block's; 0 if only the launch knows them. Then threads read the codebook
-// from local memory, one code after the other, as whole/ was tested.
-template <typename T, int kThreads>
-__device__ __forceinline__ void fill_table(char* shared) {
+// Fills all copies of the table's entries with the block's first threads, whole warps.
+template <typename T>
+__device__ __forceinline__ void fill_table(char* shared, int threads) {
   constexpr float codes[16] = {NF4_CODEBOOK};
   float code = codes[0];
 #pragma unroll
   for (int i = 1; i < 16; ++i) {
-    if constexpr (kThreads > 0) {
-      float other = codes[i];
-      asm volatile("" : "+f"(other));
-      code = threadIdx.x % 16 == i ? other : code;
-    } else {
-      code = threadIdx.x % 16 == i ? codes[i] : code;
-      asm volatile("" : "+f"(code));  // else the codes become an array in memory
-    }
+    float other = codes[i];
+    asm volatile("" : "+f"(other));  // else the codes become an array in memory
+    code = threadIdx.x % 16 == i ? other : code;
   }
-  for (int entry = threadIdx.x; entry < 256;) {
+  for (int entry = threadIdx.x; entry < 256; entry += threads) {
     float high = __shfl_sync(~0u, code, entry / 16);
     unsigned pair = pack2<T>(high * kStretch, code * kStretch);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // Neighbouring threads write different banks.
       *reinterpret_cast<uint4*>(shared + entry * kTableStride + (i + entry) % 8 * 16) = make_uint4(pair, pair, pair, pair);
-    }
-    if constexpr (kThreads > 0) {
-      entry += kThreads;
-    } else {
-      entry += blockDim.x;
     }
   }
 }

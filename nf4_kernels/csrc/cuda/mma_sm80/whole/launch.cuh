@@ -1,11 +1,11 @@
 // The launch of linear_mma_whole.cuh, for the C entry in linear_mma.cu.
 #pragma once
 
-#include "../../common.cuh"
+#include "../layout.cuh"
 
 namespace nf4 {
 
-// Multiplies x, which a norm's launch may have normalised, in tiles of so many tokens and of 16 rows for each of row_warps.
-cudaError_t launch_whole(const Nf4Linear& linear, const void* x, int tokens, int row_warps, int grid);
+// Multiplies in whole tiles, by arguments whose shares of thread blocks are those of split tiles.
+cudaError_t launch_whole(const MmaArgs& shared, const MmaPlan& plan, int dtype, cudaStream_t stream);
 
 }  // namespace nf4

@@ -1,5 +1,4 @@
-// Fills linear_mma_whole.cuh's arguments and launches the instance that the plan names.
-#include "../../device.cuh"
+// Fills the rest of linear_mma_whole.cuh's arguments and launches the instance that the plan names.
 #include "launch.cuh"
 #include "linear_mma_whole.cuh"
 
@@ -8,19 +7,17 @@ namespace {
 
 template <typename T, typename Shape>
 cudaError_t launch_instance(WholeArgs args, int grid, cudaStream_t stream) {
-  if (args.row_warps > Shape::kWarps) return cudaErrorInvalidValue;
-  args.k_warps = Shape::k_warps(args.row_warps, args.k_blocks);
-  int threads = (args.row_warps * args.k_warps + 1) * 32, step_blocks = args.k_warps * kStepBlocks;
+  int warps = args.row_warps * args.k_warps + args.loaders, step_blocks = args.k_warps * kStepBlocks;
+  if (warps > Shape::kWarps || args.k_warps > Shape::kMaxKWarps) return cudaErrorInvalidValue;
   int rows = args.row_warps * Shape::kRowTiles * 16;
-  args.steps = (args.k_blocks + step_blocks - 1) / step_blocks;
-  args.token_tiles = (args.m + Shape::kTokens - 1) / Shape::kTokens;
+  args.steps = (args.k_steps + step_blocks - 1) / step_blocks;
   args.tiles = (args.n + rows - 1) / rows * args.token_tiles;
   args.tiles_of_block = (args.tiles + grid - 1) / grid;
   if (grid != (args.tiles + args.tiles_of_block - 1) / args.tiles_of_block) return cudaErrorInvalidValue;
   auto* kernel = linear_mma_whole<T, Shape>;
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotal);
   if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(grid), static_cast<unsigned>(threads), Shape::kTotal, stream>>>(args);
+  kernel<<<static_cast<unsigned>(grid), static_cast<unsigned>(warps * 32), Shape::kTotal, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -34,37 +31,30 @@ cudaError_t launch_instance(const WholeArgs& args, int dtype, int grid, cudaStre
 
 }  // namespace
 
-cudaError_t launch_whole(const Nf4Linear& linear, const void* x, int tokens, int row_warps, int grid) {
-  const Nf4Weight& w = linear.weight;
-  if (row_warps < 1) return cudaErrorInvalidValue;
-  WholeArgs args{};
-  args.weight = w;
-  args.x = x;
-  args.bias = linear.bias;
-  args.residual = linear.residual;
-  args.out = linear.out;
-  args.clock = linear.clock;
-  args.m = static_cast<int>(linear.m);
-  args.n = static_cast<int>(w.n);
-  args.k = static_cast<int>(w.k);
-  args.k_blocks = args.k / 64;
-  args.scale_shift = log2_of(w.blocksize / 64);
-  args.place_first = w.group_offset << args.scale_shift;
-  args.place_pitch = args.k_blocks + (w.group_skip << args.scale_shift);
-  args.row_warps = row_warps;
-  args.gate = gate_of(linear);
-  auto stream = static_cast<cudaStream_t>(linear.stream);
-#define NF4_INSTANCE(warps_, row_tiles_, tiles_, chunk_)                                                          \
-  if (tokens == tiles_ * 8) {                                                                                     \
-    return launch_instance<WholeShape<warps_, row_tiles_, tiles_, chunk_>>(args, linear.dtype, grid, stream);     \
+cudaError_t launch_whole(const MmaArgs& shared, const MmaPlan& plan, int dtype, cudaStream_t stream) {
+  bool loads = plan.loaders == 1 || plan.loaders == 2 || plan.loaders == 4;
+  if (plan.row_warps < 1 || plan.k_warps < 1 || !loads) return cudaErrorInvalidValue;
+  WholeArgs args{shared};
+  args.row_warps = plan.row_warps;
+  args.k_warps = plan.k_warps;
+  args.loaders = plan.loaders;
+#define NF4_INSTANCE(warps_, row_tiles_, tiles_, chunk_)                                                    \
+  if (plan.warps == warps_ && plan.tokens == tiles_ * 8) {                                                  \
+    return launch_instance<WholeShape<warps_, row_tiles_, tiles_, chunk_>>(args, dtype, plan.grid, stream); \
   }
   // nf4_kernels/plan/mma.py lists the same.
-  NF4_INSTANCE(15, 1, 1, 2)
-  NF4_INSTANCE(15, 1, 2, 2)
-  NF4_INSTANCE(15, 1, 3, 1)
-  NF4_INSTANCE(15, 1, 4, 1)
-  NF4_INSTANCE(7, 2, 6, 1)
-  NF4_INSTANCE(7, 2, 8, 1)
+  NF4_INSTANCE(16, 1, 1, 2)
+  NF4_INSTANCE(15, 2, 1, 2)
+  NF4_INSTANCE(16, 1, 2, 1)
+  NF4_INSTANCE(12, 2, 2, 2)
+  NF4_INSTANCE(16, 1, 3, 1)
+  NF4_INSTANCE(8, 2, 3, 1)
+  NF4_INSTANCE(16, 1, 4, 1)
+  NF4_INSTANCE(8, 2, 4, 1)
+  NF4_INSTANCE(16, 1, 6, 1)
+  NF4_INSTANCE(8, 2, 6, 1)
+  NF4_INSTANCE(16, 1, 8, 1)
+  NF4_INSTANCE(8, 2, 8, 1)
 #undef NF4_INSTANCE
   return cudaErrorInvalidValue;
 }

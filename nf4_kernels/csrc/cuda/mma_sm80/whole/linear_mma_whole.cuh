@@ -4,7 +4,7 @@
 // block has more warps than its rows take, k warps share the k of the same rows and add up their sums in shared memory. So no
 // thread block waits for another one, and none begins or ends within a tile.
 //   codes of its rows are loaded into registers a step ahead, in bitsandbytes' order
-//   a producer warp loads activations into a ring that all share
+//   one, two or four more warps load activations into a ring that all share
 //   a byte is two neighbouring k of a row, which is one A register: a table of 256 entries has it, with a copy for each bank
 //   the sums of 64 k are multiplied by the rows' scales and added up in float32
 //
@@ -78,7 +78,9 @@ __device__ __forceinline__ void consume(const WholeArgs& args, char* shared, int
   const float* code = reinterpret_cast<const float*>(shared + Shape::kScaleCode);
   int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   unsigned base = shared_address(shared), lane_offset = lane * 4;
-  unsigned tokens = base + k_warp * kChunk * (Shape::kTokens * kTableStride) + g * kTableStride + piece_offset(g, 2 * t);
+  unsigned tokens = base + g * kTableStride + piece_offset(g, 2 * t), first = Shape::offset(0, k_warp * kChunk);
+  unsigned further = Shape::offset(1, k_warp * kChunk) - first;  // of the second part
+  tokens += first;
   keep(tokens);
   keep(lane_offset);
   unsigned step = 0;
@@ -97,19 +99,31 @@ __device__ __forceinline__ void consume(const WholeArgs& args, char* shared, int
       rows.load_scales(args);
 #pragma unroll
       for (int u = 0; u < kStepBlocks; ++u) {
-        unsigned quarter = Shape::quarter(step, u / kChunk), activations = tokens + quarter_offset(quarter);
-        float scale[Shape::kRows];
+        unsigned chunk = step * Shape::kStepChunks + u / kChunk, part = Shape::part(chunk);
+        unsigned activations = tokens + (Shape::kParts == 2 ? part * further : quarter_offset(part) - quarter_offset(0));
+        float factor[Shape::kRows];
 #pragma unroll
-        for (int i = 0; i < Shape::kRows; ++i) scale[i] = rows.scale(i, u);
-        if (u % kChunk == 0) barrier_wait(Shape::full(base, quarter), Shape::parity(step));
+        for (int i = 0; i < Shape::kRows; ++i) factor[i] = rows.of(Shape::kRescales ? rows.ratios : rows.scales, i, u);
+        if (u % kChunk == 0) barrier_wait(Shape::full(base, part), Shape::parity(chunk));
         BlockOperands<Shape> block;
         block.decode(rows.codes[u], lane_offset);
         rows.load(u);
-        multiply_step<T, Shape>(acc, block.a, activations + u % kChunk * (Shape::kTokens * kTableStride), scale,
-                                [](int) {});
+        activations += u % kChunk * (Shape::kTokens * kTableStride);
+        multiply_step<T, Shape, Shape::kRescales>(acc, block.a, activations, factor, [](int) {});
         if ((u + 1) % kChunk == 0) {
           __syncwarp();
-          if (lane == 0) barrier_arrive(Shape::empty(base, quarter));
+          if (lane == 0) barrier_arrive(Shape::empty(base, part));
+        }
+      }
+    }
+    if constexpr (Shape::kRescales) {
+#pragma unroll
+      for (int i = 0; i < Shape::kRows; ++i) {
+        float last = rows.of(rows.scales, i, kStepBlocks - 1);
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          acc[i / 2][j][i % 2 * 2] *= last;
+          acc[i / 2][j][i % 2 * 2 + 1] *= last;
         }
       }
     }
@@ -131,6 +145,22 @@ __device__ __forceinline__ void consume(const WholeArgs& args, char* shared, int
   }
 }
 
+// Loads a loader's share of the activations of the tiles from `tile` to `end`.
+template <typename T, typename Shape>
+__device__ __forceinline__ void produce(const WholeArgs& args, unsigned shared, int tile, int end, int loader) {
+  unsigned step = 0;
+  while (true) {
+    load_tokens<T, Shape>(args, shared, loader, tile % args.token_tiles, step);
+    // As add_k_warps() and consume() do.
+    if (args.k_warps > 1) {
+      __syncthreads();
+      __syncthreads();
+    }
+    if (++tile >= end) break;
+    if (args.k_warps > 1) __syncthreads();
+  }
+}
+
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1) linear_mma_whole(const __grid_constant__ WholeArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -139,39 +169,27 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) linear_mma_whole(const __g
   if (base != kSharedBase) __trap();
   if (blockIdx.x == 0 && threadIdx.x == 0) clock_start(args.clock);
   int warp = threadIdx.x / 32, k_warp = warp / args.row_warps, row_warp = warp - k_warp * args.row_warps;
+  int consumers = args.row_warps * args.k_warps, loader = warp - consumers;
   int tile = blockIdx.x * args.tiles_of_block, end = min(tile + args.tiles_of_block, args.tiles);
-  bool produces = k_warp == args.k_warps;
+  if (loader >= 0) {
+    // Loads begin before the table is there.
+    unsigned i = threadIdx.x - consumers * 32;
+    if (i < 2 * Shape::kParts) barrier_init(base + Shape::kBarriers + i * 8, i < Shape::kParts ? args.loaders * 32 : consumers);
+    barrier_sync(kLoadersBarrier, args.loaders * 32);
+    barrier_signal(kReadyBarrier, blockDim.x);
+    return produce<T, Shape>(args, base, tile, end, loader);
+  }
   RowsLoader<Shape> rows;
-  if (!produces) {
-    rows.begin(args, tile / args.token_tiles, row_warp, k_warp);
+  rows.begin(args, tile / args.token_tiles, row_warp, k_warp);
 #pragma unroll
-    for (int u = 0; u < kStepBlocks; ++u) rows.load(u);
-    rows.load_scales(args);
-  }
-  if (threadIdx.x < 2 * kRing) {
-    barrier_init(base + Shape::kBarriers + threadIdx.x * 8, threadIdx.x < kRing ? 32 : blockDim.x / 32 - 1);
-  }
-  fill_table<T, 0>(shared);
-  if (args.weight.absmax_8bit) {
-    float* code = reinterpret_cast<float*>(shared + Shape::kScaleCode);
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) code[i] = __ldg(args.weight.absmax_code + i);
-  }
-  __syncthreads();
-  if (!produces) {
-    consume<T, Shape>(args, shared, tile, end, row_warp, k_warp, rows);
-  } else {
-    unsigned step = 0;
-    while (true) {
-      load_tokens<T, Shape>(args, base, tile % args.token_tiles, step);
-      // As add_k_warps() and consume() do.
-      if (args.k_warps > 1) {
-        __syncthreads();
-        __syncthreads();
-      }
-      if (++tile >= end) break;
-      if (args.k_warps > 1) __syncthreads();
-    }
-  }
+  for (int u = 0; u < kStepBlocks; ++u) rows.load(u);
+  rows.load_scales(args);
+  copy_scale_code(args.weight, base + Shape::kScaleCode, consumers * 32);
+  copies_commit();
+  fill_table<T>(shared, consumers * 32);
+  copies_wait<0>();
+  barrier_sync(kReadyBarrier, blockDim.x);
+  consume<T, Shape>(args, shared, tile, end, row_warp, k_warp, rows);
   if (threadIdx.x == 0) clock_end(args.clock);
 #endif
 }

@@ -15,14 +15,18 @@ __device__ __forceinline__ void load_codes(uint2& to, const uint8_t* from, bool 
       : "l"(from), "r"(static_cast<int>(valid)));
 }
 
+// Sums can be in units of any scale but zero.
+constexpr float kLeastScale = 1e-18f;
+
 // A consumer warp's own rows: their codes, held in registers, and their scales. Both are loaded one step ahead.
 template <typename Shape>
 struct RowsLoader {
   static constexpr int kRows = Shape::kRows;
   uint2 codes[kStepBlocks][kRows];  // 8 bytes of each of a thread's rows for each k block of a step
   const uint8_t* from[kRows];       // the next step's codes
-  // Thread t of a quad has the scales of the step's t-th k block, and passes them on with shuffles.
-  float scales[kRows], absmax[kRows], offset[kRows];
+  // Thread t of a quad has what belongs to the step's t-th k block, and passes it on with shuffles: the scales, and what sums in
+  // units of the k block before must be multiplied by.
+  float scales[kRows] = {}, ratios[kRows], absmax[kRows], offset[kRows];
   unsigned raw[kRows];
   unsigned at[kRows], place[kRows];  // the thread's k block, of all in order; and in the groups of nested scales
   int left;                          // k blocks of the tile from the next step's first one on
@@ -30,12 +34,12 @@ struct RowsLoader {
   // Goes to the beginning of a row tile.
   __device__ __forceinline__ void begin(const WholeArgs& args, int row_tile, int row_warp, int k_warp) {
     int tile = (row_tile * args.row_warps + row_warp) * Shape::kRowTiles, block = k_warp * kStepBlocks, t = threadIdx.x % 4;
-    left = args.k_blocks - block;
+    left = args.k_steps - block;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       // Rows beyond the weight are copies of its last one.
       int row = args.row_within(tile + i / 2, threadIdx.x % 32 / 4 + i % 2 * 8);
-      at[i] = static_cast<unsigned>(row) * args.k_blocks + block;
+      at[i] = static_cast<unsigned>(row) * args.k_steps + block;
       from[i] = args.weight.packed + (uint64_t{at[i]} * 32 + t * 8);
       at[i] += t;
       place[i] = args.place_first + row * args.place_pitch + block + t;
@@ -82,38 +86,49 @@ struct RowsLoader {
   __device__ __forceinline__ void decode_scales(const WholeArgs& args, const float* code) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      scales[i] = args.weight.absmax_8bit ? nested_scale(code[raw[i]], absmax[i], offset[i]) : absmax[i];
+      float scale = args.weight.absmax_8bit ? nested_scale(code[raw[i]], absmax[i], offset[i]) : absmax[i];
+      if constexpr (Shape::kRescales) {
+        if (fabsf(scale) < kLeastScale) scale = kLeastScale;
+        int t = threadIdx.x % 4;
+        ratios[i] = __fdividef(__shfl_sync(~0u, t == 3 ? scales[i] : scale, (t + 3) % 4, 4), scale);
+      }
+      scales[i] = scale;
     }
   }
-  __device__ __forceinline__ float scale(int i, int u) const { return __shfl_sync(~0u, scales[i], u, 4); }
+  __device__ __forceinline__ float of(const float (&values)[kRows], int i, int u) const {
+    return __shfl_sync(~0u, values[i], u, 4);
+  }
 };
 
-// Loads the activations of a tile, chunk by chunk, as soon as all warps have read what lies there; `step` counts all tiles' steps.
+// Loads a loader's share of a tile's activations, chunk by chunk, as soon as all warps have read what lies there; `step` counts
+// all tiles' steps. Loaders take turns: a k block is one's.
 template <typename T, typename Shape>
-__device__ __forceinline__ void load_tokens(const WholeArgs& args, unsigned shared, int token_tile, unsigned& step) {
+__device__ __forceinline__ void load_tokens(const WholeArgs& args, unsigned shared, int loader, int token_tile,
+                                            unsigned& step) {
   constexpr int kAtOnce = 4;  // tokens of which a warp loads 64 k
   int lane = threadIdx.x % 32, piece = lane % 8, token = token_tile * Shape::kTokens + lane / 8;
   const T* row = static_cast<const T*>(args.x) + (int64_t{token} * args.k + piece * 8);
   unsigned to = shared + lane / 8 * kTableStride + piece_offset(lane / 8, piece);
+  int blocks = args.k_warps * Shape::kChunk;
 #pragma unroll 1
   for (int s = 0; s < args.steps; ++s, ++step) {
 #pragma unroll
     for (int j = 0; j < Shape::kStepChunks; ++j) {
-      unsigned quarter = Shape::quarter(step, j), target = to + quarter_offset(quarter);
-      barrier_wait(Shape::empty(shared, quarter), Shape::parity(step) ^ 1);
+      unsigned chunk = step * Shape::kStepChunks + j, part = Shape::part(chunk);
+      barrier_wait(Shape::empty(shared, part), Shape::parity(chunk) ^ 1);
 #pragma unroll 1
-      for (int b = 0; b < args.k_warps * Shape::kChunk; ++b) {
+      for (int b = (loader + chunk * blocks) & (args.loaders - 1); b < blocks; b += args.loaders) {
         int block = (s * args.k_warps + b / Shape::kChunk) * kStepBlocks + j * Shape::kChunk + b % Shape::kChunk;
+        unsigned target = to + Shape::offset(part, b);
         const T* from = row + block * 64;
-        bool inside = block < args.k_blocks;
+        bool inside = block < args.k_steps;
 #pragma unroll
         for (int i = 0; i < Shape::kTokens / kAtOnce; ++i) {
           bool valid = inside && token + i * kAtOnce < args.m;
           copy_or_zero(target + i * kAtOnce * kTableStride, valid ? from + int64_t{i * kAtOnce} * args.k : args.x, valid);
         }
-        target += Shape::kTokens * kTableStride;
       }
-      copies_arrive(Shape::full(shared, quarter));
+      copies_arrive(Shape::full(shared, part));
     }
   }
 }
