@@ -163,9 +163,9 @@ def check_cuda(nvcc: str, force: bool = False) -> Path:
 def cuda_archs(source: Path, archs: list[str]) -> list[str]:
     """The targets among archs that a CUDA source is compiled for.
 
-    A source whose own or whose folder's name ends in _sm90 is compiled for 90a, in _sm80 for the others, which have no wgmma:
-    plans have its kernels nowhere else. If archs have none of these, it is compiled for all of them: its kernels are then empty or unused,
-    but the C functions around them are there.
+    A source whose own or whose folder's name ends in _sm90 is compiled for 90a, in _sm80 for the others, which have no
+    wgmma: plans have its kernels nowhere else. If archs have none of these, it is compiled for all of them: its kernels are
+    then empty or unused, but the C functions around them are there.
     """
     parts = source.relative_to(SOURCES).with_suffix("").parts
     if any(part.endswith("_sm90") for part in parts):

@@ -1,7 +1,7 @@
 """Costs of kernels other than linear_mma without wgmma: microseconds on an H200 that ran code for sm_86 and sm_80.
 
-Fitted to bench/results/posed-80-nvidia-h200.json and posed-86-nvidia-h200.json; linear_rows in 99 KB to an H100's. Nothing has
-been measured on a GPU of those capabilities: that all launches are as many times slower there is an estimate.
+Fitted to bench/results/posed-80-nvidia-h200.json and posed-86-nvidia-h200.json; linear_rows in 99 KB to an H100's. Nothing
+has been measured on a GPU of those capabilities: that all launches are as many times slower there is an estimate.
 """
 
 from __future__ import annotations
