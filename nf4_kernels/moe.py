@@ -55,7 +55,12 @@ def moe_linear(
     routing_weights: Tensor | None = None,
     follows_gated: bool = False,
 ) -> Tensor:
-    """See reference.moe_linear(); ValueError names what does not fit."""
+    """x [tokens, K] or [tokens, top_k, K] times the weights of each token's experts, of [E, N, K].
+
+    experts int32 [tokens, top_k]; an id outside of 0 ... E - 1 gives zeros. bias [E, N]. The result is [tokens, top_k,
+    N] in x's dtype. With routing_weights (float32 [tokens, top_k]) these rounded results are multiplied by their
+    weights and summed over top_k in float32, rounded once: [tokens, N]. ValueError names what does not fit.
+    """
     _check(x, weight, experts, bias, routing_weights)
     if cuda_moe.takes(x, weight.shape, weight.blocksize, experts.shape[1], gated=False):
         out: Tensor = cuda_moe.run(x, weight, experts, bias, routing_weights, None, follows_gated=follows_gated)
@@ -65,7 +70,10 @@ def moe_linear(
 
 
 def moe_gated_linear(x: Tensor, weight: Weight, experts: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
-    """See reference.moe_gated_linear(); ValueError names what does not fit."""
+    """reference.gated() of moe_linear() with a weight [E, 2 F, K] of F gates, then F ups: [tokens, top_k, F].
+
+    An id outside of 0 ... E - 1 gives zeros. ValueError names what does not fit.
+    """
     _check(x, weight, experts, bias)
     reference.check_expert_gate(weight.shape[1], activation)
     if cuda_moe.takes(x, weight.shape, weight.blocksize, experts.shape[1], gated=True):

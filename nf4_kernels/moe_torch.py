@@ -6,6 +6,8 @@ expanded. For many, all experts are expanded, and tokens sorted by expert go thr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,7 +23,7 @@ GATHERED = 16
 def moe_linear(
     x: Tensor, weight: Weight, experts: Tensor, bias: Tensor | None, routing_weights: Tensor | None
 ) -> Tensor:
-    """reference.moe_linear(); what a captured graph does depends on shapes only."""
+    """moe.moe_linear() of arguments that fit together; what a captured graph does depends on shapes only."""
     count, n, k = weight.shape
     choices = experts.numel()
     rows = (x.unsqueeze(1).expand(-1, experts.shape[1], -1) if x.dim() == 2 else x).reshape(choices, k)
@@ -43,7 +45,7 @@ def moe_linear(
 
 
 def moe_gated_linear(x: Tensor, weight: Weight, experts: Tensor, activation: str, bias: Tensor | None) -> Tensor:
-    """reference.moe_gated_linear()."""
+    """moe.moe_gated_linear() of arguments that fit together."""
     return reference.gated(moe_linear(x, weight, experts, bias, None), activation)
 
 
@@ -59,13 +61,16 @@ def _gathered(rows: Tensor, weight: Weight, ids: Tensor) -> Tensor:
     def of(tensor: Tensor) -> Tensor:
         return tensor.view(count, -1)[ids].reshape(-1)
 
-    nested: tuple[Tensor | None, Tensor | None, Tensor | None] = weight.nested
-    if weight.absmax_8bit is not None and weight.absmax_offset is not None:
-        offset = weight.absmax_offset
-        nested = of(weight.absmax_8bit), weight.absmax_code, offset if offset.numel() == 1 else of(offset)
-    packed, absmax = of(weight.packed), of(weight.absmax)
-    chosen = _expanded(Weight(packed, (len(ids), n, k), absmax, weight.blocksize, *nested), rows.dtype)
-    return torch.bmm(chosen, rows.unsqueeze(2)).squeeze(2)
+    codes, _, offset = weight.nested
+    chosen = replace(
+        weight,
+        packed=of(weight.packed),
+        shape=(len(ids), n, k),
+        absmax=of(weight.absmax),
+        absmax_8bit=None if codes is None else of(codes),
+        absmax_offset=offset if offset is None or offset.numel() == 1 else of(offset),
+    )
+    return torch.bmm(_expanded(chosen, rows.dtype), rows.unsqueeze(2)).squeeze(2)
 
 
 def _grouped(rows: Tensor, weight: Weight, ids: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nf4_kernels.format import TABLES, Weight, block_scales, check, check_experts, unpack
+from nf4_kernels.format import TABLES, Weight, block_scales, check, unpack
 from nf4_kernels.params import ACTIVATIONS, EXPERT_ACTIVATIONS
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
@@ -58,25 +58,6 @@ def gated(gate_up: Tensor, activation: str, tile: int = 0) -> Tensor:
     return tile_activations(out.reshape(-1, out.shape[-1]), tile) if tile else out
 
 
-def moe_linear(
-    x: Tensor, weight: Weight, experts: Tensor, bias: Tensor | None = None, routing_weights: Tensor | None = None
-) -> Tensor:
-    """x [tokens, K] or [tokens, top_k, K] times the weights of each token's experts, of [E, N, K].
-
-    experts int32 [tokens, top_k]; an id outside of 0 ... E - 1 gives zeros. bias [E, N]. The result is [tokens, top_k,
-    N] in x's dtype. With routing_weights (float32 [tokens, top_k]) these rounded results are multiplied by their
-    weights and summed over top_k in float32, rounded once: [tokens, N].
-    """
-    count, n, _ = check_experts(weight)
-    rows = x.unsqueeze(1).expand(-1, experts.shape[1], -1) if x.dim() == 2 else x
-    out = x.new_zeros(*experts.shape, n)
-    for index in range(count):
-        chosen = experts == index
-        if chosen.any():
-            out[chosen] = linear(rows[chosen], weight.expert(index), None if bias is None else bias[index])
-    return out if routing_weights is None else weighted_sum(out, routing_weights)
-
-
 def weighted_sum(out: Tensor, routing_weights: Tensor) -> Tensor:
     """Sum out [tokens, top_k, N] times routing_weights [tokens, top_k] over top_k in float32; gives out's dtype."""
     return (out.float() * routing_weights.unsqueeze(-1)).sum(1).to(out.dtype)
@@ -86,15 +67,6 @@ def check_expert_gate(n: int, activation: str) -> None:
     """Raise ValueError where moe_gated_linear() does not take experts of n rows."""
     if activation not in EXPERT_ACTIVATIONS or n % 2:
         raise ValueError(f"activation must be one of {tuple(EXPERT_ACTIVATIONS)} and N even, got {activation!r}, {n}")
-
-
-def moe_gated_linear(x: Tensor, weight: Weight, experts: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
-    """gated() of moe_linear() with a weight [E, 2 F, K] of F gates, then F ups: [tokens, top_k, F].
-
-    An id outside of 0 ... E - 1 gives zeros.
-    """
-    check_expert_gate(weight.shape[1], activation)
-    return gated(moe_linear(x, weight, experts, bias), activation)
 
 
 def tiles_shape(tokens: int, k: int, tile: int) -> tuple[int, int, int, int]:

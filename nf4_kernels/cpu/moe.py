@@ -15,12 +15,12 @@ from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS
 def moe_linear(
     x: Tensor, weight: Weight, experts: Tensor, bias: Tensor | None, routing_weights: Tensor | None
 ) -> Tensor:
-    """reference.moe_linear() of arguments that fit together."""
+    """moe.moe_linear() of arguments that fit together."""
     return _run(x, weight, experts, bias, routing_weights, None)
 
 
 def moe_gated_linear(x: Tensor, weight: Weight, experts: Tensor, activation: str, bias: Tensor | None) -> Tensor:
-    """reference.moe_gated_linear() of arguments that fit together."""
+    """moe.moe_gated_linear() of arguments that fit together."""
     return _run(x, weight, experts, bias, None, activation)
 
 

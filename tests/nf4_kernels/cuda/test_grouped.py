@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from nf4_kernels import Weight, reference
+from nf4_kernels import Weight, moe_torch, reference
 from nf4_kernels.plan import moe as plan_moe
 from nf4_kernels.plan.moe import MoeGrouped
 from tests.engine.interpreted import run_interpreted
@@ -47,9 +47,9 @@ def check() -> None:
             of_known = routing.masked_fill(~known, torch.nan)
             for whole, expected in (
                 (moe._grouped(MoeGrouped(16), x, weight, ids, bias, of_known, None),
-                 reference.moe_linear(x, weight, ids, bias, routing)),
+                 moe_torch.moe_linear(x, weight, ids, bias, routing)),
                 (moe._grouped(MoeGrouped(16), x, weight, ids, None, None, "swiglu_oai"),
-                 reference.moe_gated_linear(x, weight, ids, "swiglu_oai")),
+                 moe_torch.moe_gated_linear(x, weight, ids, "swiglu_oai", None)),
             ):  # fmt: skip
                 torch.testing.assert_close(whole, expected, rtol=1e-3, atol=1e-3)
 
