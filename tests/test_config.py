@@ -69,6 +69,7 @@ def test_off_needs_no_quotation_marks_in_yaml(tmp_path: Path) -> None:
         ("engine: {lora_modules: [{name: a, path: x}, {name: a, path: y}]}", "lora_modules names 'a' twice"),
         ("engine: {lora_modules: [{name: a, path: x}, {name: b, path: y}], max_loras: 1}", "max_loras is 1"),
         ("engine: {lora_modules: [{name: m, path: x}]}\nmodel: m", "'m' is the model's own name"),
+        ("engine: {speculation: draft}", "engine: speculation is draft"),
         ("- a", "expected a mapping"),
         ("a: [", "not valid YAML"),
     ],

@@ -79,8 +79,9 @@ def _explained(error: ErrorDetails, sources: dict[str, str]) -> str:
         return f"{where}{name}: there is no such field{did_you_mean(name, dotted_names())}"
     value = error["input"]
     got = f", got {str(value)[:100]!r}" if isinstance(value, str | int | float) else ""
-    is_size = error["type"] == "int_parsing" and name.endswith("_bytes")
-    said = "bytes are a number, or written as 2GiB, 512MiB or 64KiB" if is_size else error["msg"]
+    said = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "int_parsing" and name.endswith("_bytes"):
+        said = "bytes are a number, or written as 2GiB, 512MiB or 64KiB"
     return f"{where}{name}: {said}{got}"
 
 
