@@ -125,17 +125,10 @@ class Dialect:
             return HarmonySplitter(prompt, functions)
         if self.reasoning is None:
             return None
-        return ReasoningSplitter(self.reasoning, opened=self.thinks_on(prompt), calls=self._beginnings(functions))
-
-    def _beginnings(self, functions: Mapping[str, Any]) -> list[str]:
-        """Beginnings of calls that no thoughts have by chance."""
-        forms = {
-            "hermes": '<tool_call>\n{{"name": "{}"',
-            "xml": "<tool_call>\n<function={}>",
-            "glm": "<tool_call>{}\n<arg_key>",
-        }
-        form = forms.get(self.family)
-        return [form.format(name) for name in functions] if form else []
+        # No thoughts have these by chance.
+        calls = {"hermes": '<tool_call>\n{"name": "', "xml": "<tool_call>\n<function="}
+        call = calls.get(self.family) if functions else None
+        return ReasoningSplitter(self.reasoning, opened=self.thinks_on(prompt), call=call)
 
     def thinks_on(self, prompt: str) -> bool:
         """Whether the prompt ends inside the thoughts."""

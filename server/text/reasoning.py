@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.text.holdback import overlap, split_at
@@ -34,13 +33,13 @@ MARKS = (
 class ReasoningSplitter:
     """Splits one text. Thoughts come first or not at all; a later start mark is text.
 
-    opened: the prompt ends inside the thoughts, as some templates write the start mark themselves. calls: beginnings of
-    calls of the request's functions, which end thoughts, too, as some models forget the end mark.
+    opened: the prompt ends inside the thoughts, as some templates write the start mark themselves. call: the beginning of
+    a call, which ends thoughts, too, as some models forget the end mark.
     """
 
-    def __init__(self, marks: ReasoningMarks, *, opened: bool, calls: Sequence[str] = ()) -> None:
+    def __init__(self, marks: ReasoningMarks, *, opened: bool, call: str | None = None) -> None:
         self._marks = marks
-        self._calls = calls
+        self._ends = (marks.end,) if call is None else (marks.end, call)
         self._state = "thinking" if opened else "start"
         self._held = ""
 
@@ -62,7 +61,7 @@ class ReasoningSplitter:
             else:
                 self._state = "answer"
         if self._state == "thinking":
-            thoughts, mark, rest = split_at(text, (self._marks.end, *self._calls))
+            thoughts, mark, rest = split_at(text, self._ends)
             if mark is None:
                 self._held = rest
                 return thoughts, ""

@@ -156,6 +156,9 @@ CASES: list[tuple[Callable[[], ToolParser], str, Outcome]] = [
     (xml, "<function=f>\n<parameter=a>12</parameter></function>", ("", [("f", '{"a": "12"}')])),
     (xml, '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>', ("", [("f", '{"a": "b"}')])),
     (xml, '<tool_call>\n<function=f>\n<parameter=a>\ncut "', ("", [("f", '{"a": "cut \\"')])),
+    *((xml, text, (text, [])) for text in (
+        "<function=h>\n</function>", "<function=", "<function=" + "x" * 300, "a <function=\n>"
+    )),
     (xml, "<tool_call>nothing</tool_call> and <function=h>", ("<tool_call>nothing</tool_call> and <function=h>", [])),
     (xml, "<tool_call>\n<func", ("<tool_call>\n<func", [])),
     (glm, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x\ny</arg_value>\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n"
@@ -224,7 +227,7 @@ def test_nothing_gets_lost_or_raises(text: str, step: int) -> None:
     ],
 )
 def test_reasoning(opened: bool, text: str, expected: tuple[str, str], step: int) -> None:
-    parser = AnswerParser(ReasoningSplitter(MARKS[0], opened=opened, calls=["<tool_call>\n<function=f>"]))
+    parser = AnswerParser(ReasoningSplitter(MARKS[0], opened=opened, call="<tool_call>\n<function="))
     parts = [parser.push(text[i : i + step]) for i in range(0, len(text), step)] + [parser.finish()]
     assert ("".join(p.reasoning for p in parts), "".join(p.content for p in parts)) == expected
 

@@ -31,13 +31,13 @@ class Tags:
     """The beginning of what name matches, if more than one call may stand between the marks."""
     lines: bool
     """Whether a line end on either side of a value is no part of it."""
-    bare: str | None = None
-    """What begins a call of the function {} whose mark the model has left out, as some do."""
+    unmarked: bool = False
+    """Whether calls of functions that there are count without a mark, which some models leave out."""
 
 
 XML = Tags(
     "<tool_call>", "</tool_call>", re.compile(r"\s*<function=([^<>\s]+)>"), re.compile(r"<parameter=([^<>\n]+)>"),
-    "</parameter>", "</function>", "<function=", lines=True, bare="<function={}>",
+    "</parameter>", "</function>", "<function=", lines=True, unmarked=True,
 )  # fmt: skip
 GLM = Tags(
     "<tool_call>", "</tool_call>", re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?=<)"),
@@ -63,7 +63,9 @@ class TaggedToolParser:
         self._tags = tags
         self._functions = functions
         self._json = JsonToolParser(tags.start, tags.end)
-        self._starts = (tags.start, *(tags.bare.format(name) for name in functions if tags.bare))
+        self._starts = (tags.start, tags.opening) if tags.unmarked else (tags.start,)
+        self._mark = ""
+        """The mark in front of the present call; empty for one without."""
         self._held = ""
         self._state: Literal["outside", "name", "key", "value", "after"] = "outside"
         self._schemas: Mapping[str, Any] = {}
@@ -84,7 +86,7 @@ class TaggedToolParser:
         text, self._held = self._held, ""
         match self._state:
             case "name":
-                text = self._tags.start + text
+                text = self._mark + text
             case "value" if self._value is None:
                 text = _escaped(text)
             case "key" | "value" | "after":
@@ -99,13 +101,17 @@ class TaggedToolParser:
         rewritten.append(text)
         if mark is None:
             return False
-        self._state = "name"
-        if mark != self._tags.start:
+        self._state, self._mark = "name", mark if mark == self._tags.start else ""
+        if not self._mark:
             self._held = mark + self._held
         return True
 
     def _read_name(self, rewritten: list[str]) -> bool:
         named = self._tags.name.match(self._held)
+        if named is not None and not self._mark and named[1] not in self._functions:
+            rewritten.append(named[0])
+            self._held, self._state = self._held[named.end() :], "outside"
+            return True
         if named is not None:
             rewritten.append(f'{self._tags.start}{{"name": {json.dumps(named[1])}, "arguments": {{')
             parameters = self._functions.get(named[1])
@@ -116,8 +122,9 @@ class TaggedToolParser:
         stripped = self._held.lstrip()
         other = stripped[:1] in ("{", "[") or self._tags.end in self._held or len(stripped) > _LONGEST_NAME
         if other:  # JSON, or no call
-            rewritten.append(self._tags.start)
-            self._state = "outside"
+            begun = self._mark or self._tags.opening
+            rewritten.append(begun)
+            self._held, self._state = self._held if self._mark else self._held[len(begun) :], "outside"
         return other
 
     def _read_key(self, rewritten: list[str]) -> bool:
@@ -163,7 +170,7 @@ class TaggedToolParser:
             return False
         if stripped.startswith(self._tags.end):
             self._held = stripped[len(self._tags.end) :]
-        self._state = "outside" if more is None else "name"
+        self._state, self._mark = "outside" if more is None else "name", self._tags.start
         return bool(self._held)
 
 
