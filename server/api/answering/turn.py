@@ -238,9 +238,7 @@ def _prompt(options: ChatOptions, backend: Backend, messages: list[dict[str, Any
         if forced:  # OpenAI's form is of answers in words, and agents send both: a call now, the form after its result
             grammar, param = None, "tools"
     if tools and (forced or grammar is not None):
-        # A function that was named is called once, as OpenAI has it.
-        several = options.parallel_tool_calls is not False and not isinstance(options.tool_choice, dict)
-        calls = tools_grammar(dialect, tools, tokenizer.mark_id, several=several)
+        calls = tools_grammar(dialect, tools, tokenizer.mark_id, several=not options.one_call)
         grammar = calls if grammar is None else either(grammar, calls)
     if grammar is not None and not dialect.has_thought(chat.text):
         grammar = after_thoughts(grammar, dialect, tokenizer.mark_id, opened=dialect.thinks_on(chat.text))

@@ -29,6 +29,18 @@ CHOICE_SCHEMA = {
                 },
             },
         },
+        {
+            "type": "object",
+            "required": ["type", "allowed_tools"],
+            "properties": {
+                "type": {"const": "allowed_tools"},
+                "allowed_tools": {
+                    "type": "object",
+                    "required": ["mode", "tools"],
+                    "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array"}},
+                },
+            },
+        },
     ]
 }
 
@@ -86,17 +98,44 @@ class ToolOptions(BaseModel):
         if choice == "required":
             return tools, True
         match choice:
-            case {"type": "function", "function": {"name": str(name), **rest}, **more} if not rest and not more:
-                pass
+            case {"type": "function", "function": {"name": str(name)}} if (
+                len(choice) == 2 == 1 + len(choice["function"])
+            ):
+                allowed, forced = [name], True
+            case {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)},
+            }:
+                allowed, forced = [_named(tool) for tool in listed], mode == "required" and bool(listed)
             case _:
                 raise bad_request(
-                    "Invalid value for 'tool_choice'. Supported values are: 'none', 'auto', 'required' and "
-                    '{"type": "function", "function": {"name": ...}}.',
+                    "Invalid value for 'tool_choice'. Supported values are: 'none', 'auto', 'required', "
+                    '{"type": "function", "function": {"name": ...}} and {"type": "allowed_tools", "allowed_tools": '
+                    '{"mode": ..., "tools": [...]}}.',
                     "tool_choice",
                     "invalid_value",
                 )
-        if name not in names:
-            raise bad_request(
-                f"Invalid 'tool_choice': there is no tool '{shown(name)}'.", "tool_choice", "invalid_value"
-            )
-        return [tool for tool in tools if tool["function"]["name"] == name], True
+        for name in allowed:
+            if name not in names:
+                raise bad_request(
+                    f"Invalid 'tool_choice': there is no tool '{shown(name)}'.", "tool_choice", "invalid_value"
+                )
+        return [tool for tool in tools if tool["function"]["name"] in allowed], forced
+
+    @property
+    def one_call(self) -> bool:
+        """Whether an answer has one call at most; a function that was named is called once, as OpenAI has it."""
+        named = isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function"
+        return self.parallel_tool_calls is False or named
+
+
+def _named(tool: Any) -> str:
+    """The name of an allowed tool. Raises ApiError."""
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    raise bad_request(
+        "Invalid 'tool_choice.allowed_tools.tools': expected objects with 'type' and 'function' (its 'name').",
+        "tool_choice",
+        "invalid_value",
+    )

@@ -35,7 +35,10 @@ def chat_document(asked: dict[str, Any]) -> dict[str, Any]:
         chat["tools"] = [tool for tool in offered if tool is not None]
     choice = asked.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        choice = {"type": "function", "function": {k: v for k, v in choice.items() if k != "type"}}
+        choice = _nested(choice)
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [_nested(tool) if isinstance(tool, dict) else tool for tool in choice["tools"]]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     if choice is not None:
         chat["tool_choice"] = choice
     effort = asked.get("reasoning", {}).get("effort")
@@ -47,6 +50,11 @@ def chat_document(asked: dict[str, Any]) -> dict[str, Any]:
     if form is not None:
         chat["response_format"] = form
     return chat
+
+
+def _nested(named: dict[str, Any]) -> dict[str, Any]:
+    """A chat's way to name a tool."""
+    return {"type": named.get("type"), "function": {k: v for k, v in named.items() if k != "type"}}
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any] | None:

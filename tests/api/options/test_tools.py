@@ -132,6 +132,38 @@ def test_a_form_or_a_call(long_context: httpx.Client) -> None:
     assert (both.status_code, both.json()["error"]["param"]) == (400, "tool_choice")
 
 
+def test_allowed_tools(http: httpx.Client) -> None:
+    """The model is told of these alone, whether it has to call one or not."""
+    named = {"type": "function", "function": {"name": "clock"}}
+
+    def asked(mode: str, *listed: Any) -> httpx.Response:
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(listed)}}
+        return http.post(CHAT, json=chat_body(tools=TOOLS, tool_choice=choice, max_tokens=60))
+
+    forced = asked("required", named).json()
+    assert {call["function"]["name"] for call in forced["choices"][0]["message"]["tool_calls"]} == {"clock"}
+    alone = http.post(CHAT, json=chat_body(tools=[CLOCK])).json()["usage"]["prompt_tokens"]
+    assert forced["usage"]["prompt_tokens"] == asked("auto", named).json()["usage"]["prompt_tokens"] == alone
+    for wrong in (
+        asked("auto", {"type": "function", "function": {"name": "other"}}),
+        asked("auto", "clock"),
+        asked("some"),
+    ):
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tool_choice")
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "clock"}]}
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    body = {
+        "model": MODEL,
+        "input": "Hi",
+        "tools": tools,
+        "tool_choice": choice,
+        "max_output_tokens": 60,
+        "temperature": 0,
+    }
+    output = http.post("/v1/responses", json=body).json()["output"]
+    assert {item["name"] for item in output} == {"clock"}
+
+
 def test_usage_counts_the_tools(http: httpx.Client) -> None:
     plain = http.post(CHAT, json=chat_body()).json()["usage"]["prompt_tokens"]
     assert http.post(CHAT, json=chat_body(tools=TOOLS)).json()["usage"]["prompt_tokens"] > plain + 50
