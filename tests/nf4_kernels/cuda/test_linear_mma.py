@@ -125,6 +125,15 @@ def test_every_blocksize(blocksize: int, nested: bool, monkeypatch: pytest.Monke
             check(w, whole(instance, warps, instance[1] - 3, n), instance[1] - 3, BFLOAT16, monkeypatch)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_blocks_of_zeros(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose scale is zero, in which no sum can be expressed: the first one, the last one, and some between."""
+    w = random_weight(200, 4160, nested=False)
+    w.weight.absmax.view(200, -1)[:, ::8] = 0
+    for instance, warps in itertools.product(WHOLE_INSTANCES, SOME_WARPS):
+        check(w, whole(instance, warps, instance[1], w.n), instance[1], dtype, monkeypatch)
+
+
 @pytest.mark.parametrize("around", [(0, 4), (300, 0), (1, 2), (128, 384), (7, 250)])
 def test_shards(around: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     for n, k in [(200, 8192), (333, 1024), (63, 192)]:
