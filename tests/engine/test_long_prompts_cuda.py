@@ -14,7 +14,7 @@ from bench.e2e.fidelity import make_exact
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Spans
-from server.engine.runtime.graphs.graph_set import Form, GraphSet, long_chunk_sizes
+from server.engine.runtime.graphs.graph_set import Form, GraphSet
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.engine.factories import make_request, run_together
 from tests.engine.greedy_answers import small
@@ -26,19 +26,25 @@ from tests.engine.test_kinds_cuda import GPU
 pytestmark = pytest.mark.gpu
 
 TOKENS = 12
-# Prompts that are computed together, but for their last tokens: in steps of up to 384, 512, 640, 768 and 1024 tokens, of
-# short chunks only, and of chunks that go on next to tokens that are decoded.
+# Prompts that are computed together, but for their last tokens: in steps of up to 384, 512, 640, 768, 1024, 1536, 2048, 3072
+# and 4096 tokens, with more than 8 sequences in up to 512, 1024 and 2048, and of short chunks only.
 GROUPS = [
     [300, 60],
     [290, 130, 40],
     [330, 280],
     [200, 260, 280],
     [500, 480],
-    [120, 130, 140],
+    [900, 400],
+    [1000, 700, 60],
     [700, 1500, 310, 90, 400, 20],
+    [1000, 1000, 1000, 600],
+    [280, *[20] * 9],
+    [700, *[30] * 9],
+    [1000, 310, *[20] * 9],
+    [120, 130, 140],
 ]
 CONFIG = EngineConfig(
-    device="cuda", max_num_seqs=6, max_num_batched_tokens=1024, max_model_len=1600, kv_cache_bytes=2**27,
+    device="cuda", max_num_seqs=12, max_num_batched_tokens=4096, max_model_len=1600, kv_cache_bytes=2**27,
     expanded_weights="off",
 )  # fmt: skip
 NF4 = {"qwen3_5_text": "qwen3.5-9b", "qwen3_5_moe_text": "qwen3.6-35b-a3b"}
@@ -110,8 +116,8 @@ def test_several_long_prompts_in_one_graph(family: str, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(GraphSet, "_plan", noted)
     answers = answers_of(Engine(runner, CONFIG), GROUPS, runner.limits.vocab_size)
-    if family in NF4:
-        assert {Form(size, True) for size in long_chunk_sizes(1024)} <= replayed
+    assert runner._graphs.mixed is not None
+    assert {form for form in runner._graphs.mixed._graphs if form.is_long} <= replayed
     behind, errors, their_errors = compare(answers, rounded, exact)
     assert size_of(errors) <= 1.25 * size_of(their_errors)
     # What is left are near ties.

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from server.engine.runtime.attention.base import AttentionBackend, AttentionOpti
 from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs import graph_set
-from server.engine.runtime.graphs.graph_set import Form, GraphSet, Tokens, chunk_sizes
+from server.engine.runtime.graphs.graph_set import Form, GraphSet, Tokens, chunk_sizes, long_chunk_forms
 from server.engine.runtime.graphs.invariant import run_in_groups
 from server.engine.runtime.graphs.pool import CapturedStep
 from server.engine.runtime.paged_model import PagedModel
@@ -257,3 +258,29 @@ def test_a_step_fits_the_graphs_that_compute_all_it_asks_for(
     if tokens is Tokens.CHUNKS:
         adapted = Spans.of(replace(span, adapter=1) for span in spans)
         assert not graphs.fits(replace(batch, spans=adapted))
+
+
+def test_a_step_of_more_sequences_takes_the_next_graph_with_room_for_them() -> None:
+    states = Mock()
+    states.is_long.return_value = True
+    graphs = GraphSet.__new__(GraphSet)
+    vars(graphs).update(tokens=Tokens.CHUNKS, _max_num_seqs=40, _states=states, _largest=1024)
+    vars(graphs).update(_graphs=dict.fromkeys([Form(1024), *long_chunk_forms(1000, 40, is_mixture=False)]))
+    for tokens, sequences, expected in (
+        (300, 8, Form(384, True, 8)),
+        (300, 9, Form(512, True, 32)),
+        (600, 8, Form(640, True, 8)),
+        (600, 32, Form(1024, True, 32)),
+        (600, 33, None),
+    ):
+        spans = Spans.of([Span(0, 0, 1, ())] * (sequences - 1) + [Span(0, 0, tokens - sequences + 1, ())])
+        batch = Batch(*[torch.zeros(tokens, dtype=torch.int64)] * 4, spans, sequences - 1)
+        assert graphs._form(batch) == expected
+
+
+def test_mixtures_have_larger_graphs_of_long_chunks() -> None:
+    assert [form.size for form in long_chunk_forms(4096, 8, is_mixture=False)] == [384, 512, 640, 768, 1024]
+    forms = long_chunk_forms(2000, 64, is_mixture=True)
+    assert [form.size for form in forms if form.sequences == 8] == [384, 512, 640, 768, 1024, 1536, 2048]
+    assert [form.size for form in forms if form.sequences == 32] == [512, 1024, 2048]
+    assert {form.sequences for form in long_chunk_forms(512, 4, is_mixture=False)} == {4}

@@ -282,7 +282,7 @@ def test_logits_of_mixtures_are_compared_by_the_median_token() -> None:
     found = expected.clone()
     found[:3] = torch.randn(3, 64)
     assert steps.difference(found, expected, 1)
-    steps._is_mixture = True
+    steps.is_mixture = True
     assert steps.difference(found, expected, 1) is None
     found[3] = torch.randn(64)
     assert steps.difference(found, expected, 1)

@@ -35,8 +35,12 @@ _CHUNK_SIZES = (32, 64, 128, 192, 256, 384, 512)
 # of up to 20 tokens.
 _LONG_CHUNK_SIZES = (384, 512, 640, 768, 1024)
 # The same of steps with a chunk that layers with states compute by other kernels, which the host launches for longer.
-_LONG_SEQUENCES = 8
+_MIXTURE_SIZES = (1536, 2048, 3072, 4096)
+# More of these, of mixtures of experts, which compute a token by few of their weights.
+_FEW_SEQUENCES = 8
 # Sequences of such a step: the states of all of them are copied, those of padding, too.
+_MORE_SEQUENCES, _MORE_SEQUENCES_SIZES = 32, (512, 1024, 2048)
+# Sequences of more graphs of such steps, and their tokens: prompts come while others decode.
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -55,11 +59,6 @@ def chunk_sizes(max_tokens: int) -> list[int]:
     return _needed(_CHUNK_SIZES, max_tokens)
 
 
-def long_chunk_sizes(max_tokens: int) -> list[int]:
-    """chunk_sizes() of steps with a chunk that layers with states compute by other kernels."""
-    return _needed(_LONG_CHUNK_SIZES, max_tokens)
-
-
 def _needed(sizes: Sequence[int], max_tokens: int) -> list[int]:
     return [size for size, smaller in zip(sizes, (0, *sizes), strict=False) if smaller < max_tokens]
 
@@ -71,6 +70,18 @@ class Form(NamedTuple):
     """Tokens; steps of fewer are padded."""
     is_long: bool = False
     """Whether layers with states compute the step by the kernels of long chunks; see StatePool.is_long()."""
+    sequences: int = 0
+    """The most sequences of chunks; 0: as many as tokens."""
+
+
+def long_chunk_forms(max_tokens: int, max_num_seqs: int, is_mixture: bool) -> list[Form]:
+    """Forms of steps of up to max_tokens tokens with a chunk that layers with states compute by other kernels."""
+    sizes = _needed(_LONG_CHUNK_SIZES + (_MIXTURE_SIZES if is_mixture else ()), max_tokens)
+    forms = [Form(size, True, min(_FEW_SEQUENCES, max_num_seqs)) for size in sizes]
+    more = min(_MORE_SEQUENCES, max_num_seqs)
+    if more > _FEW_SEQUENCES:
+        forms += [Form(size, True, more) for size in sizes if size in _MORE_SEQUENCES_SIZES]
+    return forms
 
 
 class Tokens(Enum):
@@ -136,12 +147,12 @@ class GraphSet:
         """Captures and replays these graphs; other graphs may share it."""
         self._last: _Graph | None = None
 
-    def capture(self, sizes: Iterable[int], progress: Progress, long_sizes: Iterable[int] = ()) -> None:
+    def capture(self, sizes: Iterable[int], progress: Progress, long_forms: Iterable[Form] = ()) -> None:
         """Capture for each number of tokens, the largest first because the others share its memory.
 
-        long_sizes: of the steps with long chunks of layers with states.
+        long_forms: of the steps with long chunks of layers with states.
         """
-        forms = [*map(Form, sizes), *(Form(size, True) for size in long_sizes)]
+        forms = [*map(Form, sizes), *long_forms]
         for done, form in enumerate(sorted(forms, reverse=True)):
             progress(f"capturing {self.tokens.value}: {form.size}", done / len(forms))
             self._graphs[form] = self._capture_one(form, None)
@@ -168,9 +179,7 @@ class GraphSet:
                 return torch.equal(wanted, torch.arange(count))
             case Tokens.CHUNKS:
                 form = self._form(batch)
-                if form is None or batch.spans.adapted:
-                    return False
-                return len(batch.spans) <= self._sequences(form) and wanted.shape[0] <= self._rows(form)
+                return form is not None and not batch.spans.adapted and wanted.shape[0] <= self._rows(form)
 
     def run(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> ModelOutput:
         """Replay the step that fits batch; newest and source: see GraphPool.fill()."""
@@ -193,15 +202,22 @@ class GraphSet:
         return _first(last, len(newest))
 
     def _form(self, batch: Batch) -> Form | None:
-        """The form of the smallest graph that has room for batch's tokens."""
-        is_long = self.tokens is Tokens.CHUNKS and self._states is not None and self._states.is_long(batch.spans)
-        fitting = (form for form in self._graphs if form.is_long == is_long and form.size >= batch.num_tokens)
+        """The form of the smallest graph that has room for batch's tokens, and for its sequences if these are chunks."""
+        chunks = self.tokens is Tokens.CHUNKS
+        is_long = chunks and self._states is not None and self._states.is_long(batch.spans)
+        fitting = (
+            form
+            for form in self._graphs
+            if form.is_long == is_long
+            and form.size >= batch.num_tokens
+            and (not chunks or self._sequences(form) >= len(batch.spans))
+        )
         return min(fitting, default=None)
 
     def _sequences(self, form: Form) -> int:
         if self.tokens is not Tokens.CHUNKS:
             return form.size
-        return min(form.size, self._max_num_seqs, _LONG_SEQUENCES if form.is_long else form.size)
+        return min(form.size, self._max_num_seqs, form.sequences or form.size)
 
     def _rows(self, form: Form) -> int:
         """How many logits a graph of chunks computes: of few tokens all, which may be draft tokens."""

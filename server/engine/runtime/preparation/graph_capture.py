@@ -13,24 +13,28 @@ from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.graph_backend import DecodeForm, GraphBackend
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.exchange import agreed
+from server.engine.runtime.exchange import agreed, least
 from server.engine.runtime.graphs.graph_set import (
     DRAFT_SIZES,
     GraphSet,
     Tokens,
     chunk_sizes,
     decode_sizes,
-    long_chunk_sizes,
+    long_chunk_forms,
 )
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.limits import ModelLimits, token_budget
+from server.engine.runtime.memory import reserve
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps, mixed_trial_steps
 from server.engine.runtime.states.kinds import LONG_CHUNK
 from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
+
+_MIXTURE_RESERVE = 1 << 30
+"""Bytes of the reserve from which on mixtures have their larger graphs, which take 0.4 GiB of it (Qwen3.6-35B-A3B)."""
 
 
 def capture_decode(
@@ -108,13 +112,15 @@ def capture_mixed(
         trials = mixed_trial_steps(TrialSteps(paged).first_chunk, paged.block_size, limits)
         return _captured(graphs, sizes, trials, paged, progress)
 
+    steps = TrialSteps(paged)
+    has_room = least(reserve(paged.device, torch.cuda.mem_get_info(paged.device)[1])) >= _MIXTURE_RESERVE
+
     def attempt() -> None:
         # Draft tokens are chunks, too: layers with states take a sequence's tokens one after another.
-        graphs.capture(
-            {*sizes, *verify_sizes(config)}, progress, long_chunk_sizes(largest) if states.captures_long else ()
-        )
+        forms = long_chunk_forms(largest, sequences, steps.is_mixture and has_room) if states.captures_long else ()
+        graphs.capture({*sizes, *verify_sizes(config)}, progress, forms)
         # A step over states is computed once only, so those of the other trials cannot follow one another.
-        _compare_continued(TrialSteps(paged), paged, graphs, limits)
+        _compare_continued(steps, paged, graphs, limits)
 
     return _kept(graphs, attempt)
 

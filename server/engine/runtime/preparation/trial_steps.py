@@ -48,16 +48,15 @@ class TrialSteps:
 
     def __init__(self, paged: PagedModel) -> None:
         self._paged = paged
-        self._is_mixture = any(isinstance(module, NF4Experts) for module in paged.model.modules())
-        self._tolerance = TRIAL_TOLERANCES[paged.dtype] * growth(paged) * (_ANOTHER_EXPERT if self._is_mixture else 1)
+        self.is_mixture = any(isinstance(module, NF4Experts) for module in paged.model.modules())
+        """Whether the model is a mixture of experts."""
+        self._tolerance = TRIAL_TOLERANCES[paged.dtype] * growth(paged) * (_ANOTHER_EXPERT if self.is_mixture else 1)
         self.largest_error = 0.0
         """The largest relative error that difference() has seen."""
 
     def several(self, count: int) -> torch.Tensor:
         """Logits as run() gives them; of _SINGLES sequences one after the other, if it is one token of a mixture's."""
-        return torch.cat(
-            [self.run(count, first) for first in range(_SINGLES if self._is_mixture and count == 1 else 1)]
-        )
+        return torch.cat([self.run(count, first) for first in range(_SINGLES if self.is_mixture and count == 1 else 1)])
 
     def run(self, count: int, first: int = 0) -> torch.Tensor:
         """Logits [count, vocabulary] of a first chunk of count tokens; another sequence for each number `first`."""
@@ -91,7 +90,7 @@ class TrialSteps:
 
     def difference(self, logits: torch.Tensor, expected: torch.Tensor, count: int) -> str | None:
         """Say how the logits of steps of count tokens differ from the expected ones by more than rounding."""
-        if self._is_mixture:
+        if self.is_mixture:
             error = statistics.median_high(map(relative_error, logits, expected))
         else:
             error = relative_error(logits, expected)
