@@ -150,14 +150,14 @@ def build_cuda(
     return _build("libnf4_cuda.so", compiler, commands, link, force, folder, report)
 
 
-def check_cuda(nvcc: str, force: bool = False) -> Path:
+def check_cuda(nvcc: str) -> Path:
     """Compile every CUDA source for CHECKED_ARCH, hardly optimized: errors are found in a third of the time.
 
     Objects are kept in lib/check, and no library there is ever loaded. Raises BuildError.
     """
     fast = ["--Ofast-compile=max"] if "--Ofast-compile" in run([nvcc, "--help"], ROOT) else []
     # What is not optimized is announced at length.
-    return build_cuda(nvcc, force, LIBRARIES / "check", archs=CHECKED_ARCH, flags=[*fast, "-w", "-Xptxas", "-w"])
+    return build_cuda(nvcc, False, LIBRARIES / "check", archs=CHECKED_ARCH, flags=[*fast, "-w", "-Xptxas", "-w"])
 
 
 def cuda_archs(source: Path, archs: list[str]) -> list[str]:

@@ -97,18 +97,17 @@ def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class MemoryGauge:
-    """Bytes in use and in all, read from the driver at most every interval_s because that takes time."""
+    """Bytes in use and in all, read from the driver once a second at most because that takes time."""
 
-    def __init__(self, device: torch.device, interval_s: float = 1.0) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._interval_s = interval_s
         self._known = (0, 0)
         self._read_at = float("-inf")
 
     def read(self) -> tuple[int, int]:
         """(used, total) of a CUDA device, other processes included; on CPU this process's memory, and the machine's."""
         now = time.monotonic()
-        if now - self._read_at >= self._interval_s:
+        if now - self._read_at >= 1.0:
             self._read_at = now
             self._known = self._ask()
         return self._known

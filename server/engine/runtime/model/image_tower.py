@@ -47,9 +47,8 @@ class ImageFeatures:
 class ImageTower:
     """The tower of a multimodal model, which runs once for an image; not thread-safe."""
 
-    def __init__(self, model: PreTrainedModel, cache_bytes: int = FEATURE_CACHE_BYTES) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._cache_bytes = cache_bytes
         self._cache: OrderedDict[bytes, ImageFeatures] = OrderedDict()
         self._cached_bytes = 0
         self.runs = 0
@@ -107,10 +106,10 @@ class ImageTower:
             tensors = _read(image.file)
             found = self._timed_features(tensors)
             self.runs += 1
-            if found.nbytes <= self._cache_bytes:
+            if found.nbytes <= FEATURE_CACHE_BYTES:
                 self._cache[image.key] = found.in_host_memory()
                 self._cached_bytes += found.nbytes
-                while self._cached_bytes > self._cache_bytes:
+                while self._cached_bytes > FEATURE_CACHE_BYTES:
                     self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         else:
             self._cache.move_to_end(image.key)

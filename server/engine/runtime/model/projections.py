@@ -187,12 +187,16 @@ def _expand_read_weights(parent: nn.Module) -> None:
     layers = {name: child for name, child in parent.named_children() if isinstance(child, Linear4bit)}
     read = _read_weights(type(parent).forward) if layers else frozenset()
     for name, layer in layers.items():
-        if name not in read:
-            continue
-        plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
-        weight = ops.dequantize(_weight_of(layer), layer.compute_dtype)
-        plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), layer.bias
-        setattr(parent, name, plain)
+        if name in read:
+            setattr(parent, name, plain_linear(layer, layer.compute_dtype))
+
+
+def plain_linear(layer: Linear4bit, dtype: torch.dtype) -> nn.Linear:
+    """A layer with its weight in dtype, not packed."""
+    plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
+    weight = ops.dequantize(_weight_of(layer), dtype)
+    plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), layer.bias
+    return plain
 
 
 @functools.cache

@@ -10,12 +10,10 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
-from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import PreTrainedModel
 
-from nf4_kernels import ops
 from server.checkpoint.loading import available_bytes
 from server.checkpoint.states import NARROW_INPUTS, attends, has_states, kinds_of_layers, state_modules
 from server.config import EngineConfig
@@ -33,7 +31,7 @@ from server.engine.runtime.limits import (
     token_budget,
 )
 from server.engine.runtime.memory import is_out_of_memory, reserve, settle
-from server.engine.runtime.model.projections import NF4Linear
+from server.engine.runtime.model.projections import plain_linear
 from server.engine.runtime.preparation.estimates import step_bytes
 from server.engine.runtime.states.pool import StatePool
 
@@ -62,19 +60,7 @@ def keep_in_16_bits(model: PreTrainedModel) -> None:
     for module, name in [*narrow, *((module, "shared_expert_gate") for module in model.modules())]:
         linear = getattr(module, name, None)
         if isinstance(linear, Linear4bit):
-            setattr(module, name, _expanded(linear, model.dtype))
-
-
-def _expanded(linear: Linear4bit, dtype: torch.dtype) -> nn.Linear:
-    state = linear.weight.quant_state
-    if state.quant_type == "nf4":
-        weight = ops.dequantize(NF4Linear.of(linear).weight, dtype)
-    else:
-        weight = dequantize_4bit(linear.weight.data, state).to(dtype)
-    with torch.device("meta"):
-        plain = nn.Linear(linear.in_features, linear.out_features, bias=False)
-    plain.weight = nn.Parameter(weight, requires_grad=False)
-    return plain
+            setattr(module, name, plain_linear(linear, model.dtype))
 
 
 def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConfig) -> StateLayers | None:
