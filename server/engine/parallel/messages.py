@@ -15,7 +15,7 @@ import numpy.typing as npt
 from server.engine.runtime.graphs.launched_step import Launch
 from server.engine.runtime.image_rows import ImageRows
 from server.engine.runtime.step_input import StepInput
-from server.engine.scheduling.block_tables import BlockTables
+from server.engine.scheduling.block_tables import BlockTables, CopiedTables
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
@@ -140,21 +140,12 @@ class StepWriter:
     """Makes messages of steps; it knows what of the block tables has been sent."""
 
     def __init__(self) -> None:
-        self._tables: BlockTables | None = None
-        self._counts = np.zeros(0, np.int64)
-        self._holders = np.zeros(0, np.int64)
+        self._sent = CopiedTables()
 
     def write(self, given: StepInput, launch: Launch | None) -> ComputeStep:
         """The message of a step; its part of the block tables counts as sent."""
         tables, rows = given.tables, given.rows
-        if tables is not self._tables:
-            self._tables = tables
-            self._counts, self._holders = np.zeros_like(tables.counts), np.zeros_like(tables.holders)
-        held = self._holders[rows] == tables.holders[rows]
-        had, has = np.where(held, self._counts[rows], 0), tables.counts[rows]
-        self._holders[rows], self._counts[rows] = tables.holders[rows], has
-        new = np.flatnonzero((has > had) | ~held)
-        changed = np.stack((rows[new], tables.holders[rows[new]], had[new], has[new]))
+        changed = self._sent.take_new(tables, rows)
         blocks = [tables.blocks[row, first:end] for row, _, first, end in changed.T.tolist()]
         adapted = given.adapters.count(None) < len(given.adapters)
         sampling = None

@@ -11,9 +11,8 @@ import numpy.typing as npt
 class BlockTables:
     """A row of int32 block numbers for each running sequence: row r holds the blocks [:counts[r]] of its holder.
 
-    A row only grows while it has one holder; entries beyond its count are of earlier holders, or 0. Who keeps a copy of
-    the rows compares holders and counts with those that it has seen, and so learns which entries are new; while changes is
-    the same, none is. Only the methods here write to the arrays.
+    A row only grows while it has one holder; entries beyond its count are of earlier holders, or 0. While changes is the
+    same, no entry is new. Only the methods here write to the arrays.
     """
 
     def __init__(self, rows: int, width: int) -> None:
@@ -56,3 +55,26 @@ class BlockTables:
     def give_back(self, row: int) -> None:
         """Let another sequence have a row."""
         self._free.append(row)
+
+
+class CopiedTables:
+    """What a copy of block tables has of each row, elsewhere: whose blocks, and how many."""
+
+    def __init__(self) -> None:
+        self._tables: BlockTables | None = None
+        self._counts = self._holders = np.zeros(0, np.int64)
+
+    def take_new(self, tables: BlockTables, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """What the copy lacks of some rows, copied from now on: int64 [4, rows], row, holder, first new block, blocks."""
+        if tables is not self._tables:
+            self._tables = tables
+            self._counts, self._holders = np.zeros_like(tables.counts), np.zeros_like(tables.holders)
+        holders, has = tables.holders[rows], tables.counts[rows]
+        had = np.where(self._holders[rows] == holders, self._counts[rows], 0)
+        self._holders[rows], self._counts[rows] = holders, has
+        new = np.flatnonzero(has > had)
+        return np.stack((rows[new], holders[new], had[new], has[new]))
+
+    def forget(self) -> None:
+        """Let nothing count as copied."""
+        self._tables = None

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from server.engine.runtime.batch import Spans, to_device
-from server.engine.scheduling.block_tables import BlockTables
+from server.engine.scheduling.block_tables import BlockTables, CopiedTables
 
 _NOTHING = np.zeros((2, 0), np.int64)
 
@@ -19,12 +19,9 @@ class DeviceTables:
         self.blocks = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
         self.blocks[rows] = scratch_block
         self.padding_row = rows
-        # The block tables that the rows are copies of; for each row, how many blocks are copied and which sequence holds it.
-        self._source: BlockTables | None = None
-        # The rows that were looked at last, and the tables' changes then.
-        self._seen = b"", -1
-        self._counts = np.zeros(rows, np.int64)
-        self._holders = np.zeros(rows, np.int64)
+        self._copied = CopiedTables()
+        # The tables and rows that were looked at last, and the tables' changes then.
+        self._seen: tuple[BlockTables | None, bytes, int] = None, b"", -1
 
     def update(self, spans: Spans) -> None:
         """Make the rows of a step's sequences equal to their block tables, as far as the step needs them.
@@ -38,8 +35,8 @@ class DeviceTables:
             given = to_device(new, self.blocks.device)
             self.blocks.view(-1).index_copy_(0, given[0], given[1].int())
         except Exception:
-            # Nothing counts as copied.
-            self._source = None
+            self._copied.forget()
+            self._seen = None, b"", -1
             raise
 
     def take_new(self, spans: Spans) -> npt.NDArray[np.int64]:
@@ -51,21 +48,12 @@ class DeviceTables:
             differs[0] = True
             np.not_equal(rows[1:], rows[:-1], out=differs[1:])
             rows = rows[differs]
-        seen = rows.tobytes(), tables.changes
-        if tables is not self._source:
-            self._source = tables
-            self._counts[:] = 0
-        elif seen == self._seen:
+        seen = tables, rows.tobytes(), tables.changes
+        if seen == self._seen:
             return _NOTHING
         self._seen = seen
-        held, has = self._holders[rows] == tables.holders[rows], tables.counts[rows]
-        had = np.where(held, self._counts[rows], 0)
-        if (had == has).all():
-            return _NOTHING
-        changed = np.flatnonzero(has > had)
-        self._holders[rows], self._counts[rows] = tables.holders[rows], has
         width, places, blocks = self.blocks.shape[1], [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
-        for row, first, end in zip(rows[changed].tolist(), had[changed].tolist(), has[changed].tolist(), strict=True):
+        for row, _, first, end in self._copied.take_new(tables, rows).T.tolist():
             places.append(np.arange(row * width + first, row * width + end))
             blocks.append(tables.blocks[row, first:end])
         return np.stack((np.concatenate(places), np.concatenate(blocks)))
