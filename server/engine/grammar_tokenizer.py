@@ -11,6 +11,11 @@ from llguidance import LLTokenizer
 
 from server.checkpoint.tokenizer_files import load_tokenizer
 
+_MARK = re.compile(
+    r"</?(think|tool_call|arg_key|arg_value|seed:.*|minimax:.*|(start|end)_function_call|escape|TOOLCALL)>|<\|.*|.*\|>"
+)
+"""Tokens that models write around thoughts and calls, whether they are special ones or not."""
+
 
 def grammar_tokenizer(folder: Path, vocab_size: int | None, eos_token_id: int | None) -> LLTokenizer:
     """The tokenizer of a checkpoint folder; vocab_size is the model's. Raises an error of any type if there is none."""
@@ -41,23 +46,27 @@ def _without_prefix(definition: str) -> str:
 
 
 def _without_marks(definition: str) -> tuple[str, int]:
-    """The tokenizer without added tokens that llguidance takes for special ones, which are all of the form <...>; its size.
+    """The tokenizer without added tokens of the form <...>, which llguidance takes for special ones; its size.
 
-    It encodes forced text with the tokenizer, and fails at such a token, which stands for no text. Grammars name these
-    tokens by their ids. Those that the vocabulary itself has stay, as they would be text without this.
+    It encodes forced text with the tokenizer, and fails at such a token, which stands for no text. Grammars name marks by
+    their ids. A token that the vocabulary itself has is text without this, as Gemma's <table> is; marks and special tokens
+    stay.
     """
     found = re.search(r'"added_tokens"\s*:\s*(?=\[)', definition)
     if found is None:
         return definition, 0
     tokens, end = json.JSONDecoder().raw_decode(definition, found.end())
     rest = definition[end:]
-    kept = [
-        token for token in tokens if not _is_mark(token) or json.dumps(token["content"], ensure_ascii=False) in rest
-    ]
+    texts = set(re.findall(r'"(<[^"\\]*>)"', rest))
+    kept = [token for token in tokens if not _in_brackets(token) or (_is_mark(token) and token["content"] in texts)]
     size = max((token["id"] + 1 for token in tokens), default=0)
     return f"{definition[: found.end()]}{json.dumps(kept, ensure_ascii=False)}{rest}", size
 
 
+def _in_brackets(token: dict[str, Any]) -> bool:
+    return bool(token["content"].startswith("<") and token["content"].endswith(">"))
+
+
 def _is_mark(token: dict[str, Any]) -> bool:
-    """Whether llguidance takes an added token for a special one."""
-    return bool(token["special"]) or (token["content"].startswith("<") and token["content"].endswith(">"))
+    """Whether an added token is never text."""
+    return bool(token["special"]) or _MARK.fullmatch(token["content"]) is not None

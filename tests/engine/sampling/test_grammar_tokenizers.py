@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,20 @@ def test_marks_are_tokens(folder: Path, special: bool) -> None:
         text = "a </think>"  # what a client wants to read is text
         assert written(grammars.start(choice_grammar([text])), tokenizer, 0) == text
         grammars.close()
+
+
+@pytest.mark.parametrize("folder", ["no space"], indirect=True)
+def test_tags_of_a_vocabulary_are_text(folder: Path) -> None:
+    """Gemma's vocabulary has <table> and its like, which are added tokens, too."""
+    document = json.loads((folder / "tokenizer.json").read_text())
+    table = document["model"]["vocab"]["<table>"] = len(document["model"]["vocab"])
+    document["added_tokens"].append(document["added_tokens"][0] | {"id": table, "content": "<table>", "special": False})
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("<table>").ids == [table]
+    grammars = Grammars(folder, None, END)
+    assert written(grammars.start(choice_grammar(["<table>x"])), tokenizer, 0) == "<table>x"
+    state = grammars.start(json_grammar({"type": "string"}))
+    state.accept(tokenizer.token_to_id('"'))
+    assert state.permits(table)
+    grammars.close()
