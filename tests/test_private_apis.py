@@ -23,8 +23,6 @@ NAMES = (
     ("nf4_kernels/bnb.py", "bitsandbytes.backends.default.ops", "_gemm_4bit_default_impl"),
     ("nf4_kernels/cuda/weight_order.py", "torch.multiprocessing.reductions", "StorageWeakRef.expired"),
     ("server/checkpoint/classes.py", "transformers", "PreTrainedModel._is_stateful"),
-    ("server/checkpoint/experts/loading.py", "transformers", "PreTrainedModel._keys_to_ignore_on_load_unexpected"),
-    ("server/checkpoint/loading.py", "transformers.core_model_loading", "tqdm"),
     ("server/checkpoint/quantizer.py", "transformers.quantizers.auto", "AUTO_QUANTIZER_MAPPING"),
     ("server/checkpoint/quantizer.py", "transformers.conversion_mapping", "get_model_conversion_mapping"),
     ("server/checkpoint/quantizer.py", "transformers.core_model_loading", "WeightRenaming"),

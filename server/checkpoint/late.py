@@ -70,6 +70,12 @@ class LateLoader:
         self._wanted = wanted
         self._taken: dict[str, tuple[nn.Linear | nn.Embedding, str]] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """Patterns of the names of tensors that fill() will load."""
+        names = {*self._taken, *(file.removesuffix(".weight") for _, file in self._taken.values())}
+        return [rf"^{re.escape(name)}\.(weight|bias)$" for name in names]
+
     def take_over(self, model: PreTrainedModel, in_model: Mapping[str, str]) -> None:
         """Remove from model what fill() will load. in_model: the model's names of tensors, by their names in the files.
 
@@ -89,12 +95,6 @@ class LateLoader:
                 placeholder = nn.Module()
                 placeholder._is_hf_initialized = True  # type: ignore[assignment]
                 model.set_submodule(name, placeholder)
-        ignored = model._keys_to_ignore_on_load_unexpected or ()
-        names = {*self._taken, *(file.removesuffix(".weight") for _, file in self._taken.values())}
-        model._keys_to_ignore_on_load_unexpected = {
-            *ignored,
-            *(rf"^{re.escape(name)}\.(weight|bias)$" for name in names),
-        }
 
     def _is_skipped(self, file: str, module: nn.Module) -> bool:
         if type(module) is not nn.Linear:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
-from transformers import BitsAndBytesConfig, PreTrainedModel, core_model_loading
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import Loading, add_image_outputs, is_left_out, keep_within_tables, loading_of
@@ -78,7 +80,7 @@ def load_model(
         raise CheckpointError(f"{folder}: {e}") from e
     except Exception as e:
         raise CheckpointError(f"{folder}: cannot be loaded: {_reason(e, info)}") from e
-    _check_complete(folder, _without_head(folder, model, report), chosen.config)
+    _check_complete(folder, _without_head(folder, model, report), chosen.config, (*late.names, *experts.names))
     experts.fill(model, progress)
     late.fill(model, progress)
     _set_dtype(model, dtype)
@@ -182,13 +184,17 @@ def _without_head(folder: Path, model: PreTrainedModel, report: dict[str, Any]) 
     return report | {"missing_keys": []}
 
 
-def _check_complete(folder: Path, report: dict[str, Any], config: Any) -> None:
-    """transformers fills what a checkpoint lacks with random numbers; a server must not answer from those."""
+def _check_complete(folder: Path, report: dict[str, Any], config: Any, taken: Iterable[str]) -> None:
+    """transformers fills what a checkpoint lacks with random numbers; a server must not answer from those.
+
+    taken: patterns of the names of tensors that are loaded without transformers.
+    """
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         found = list(report.get(what) or [])
         if found:
             raise CheckpointError(f"{folder}: damaged: {what.replace('_', ' ')}: {found[0]} ({len(found)} in all)")
-    unexpected = list(report.get("unexpected_keys") or ())
+    is_taken = re.compile("|".join(taken) or "(?!)").search
+    unexpected = [name for name in report.get("unexpected_keys") or () if not is_taken(name)]
     left_out = [name for name in unexpected if is_left_out(name, config)]
     if left_out:
         logger.info("%s: only text is served: %d tensors for images and sounds are left out", folder, len(left_out))
@@ -215,7 +221,7 @@ def _quiet() -> Iterator[None]:
 def _reported(progress: Progress, stage: str) -> Iterator[None]:
     """While entered, transformers' loading bar calls progress instead of drawing itself."""
 
-    def report(items: Iterable[Any], **_: Any) -> Iterator[Any]:
+    def report(items: Iterable[Any]) -> Iterator[Any]:
         listed = list(items)
         step = max(1, len(listed) // 100)
         for done, item in enumerate(listed):
@@ -224,9 +230,8 @@ def _reported(progress: Progress, stage: str) -> Iterator[None]:
             yield item
         progress(stage, 1.0)
 
-    progress_bar = core_model_loading.tqdm
-    core_model_loading.tqdm = report
+    previous = transformers_logging.set_tqdm_hook(lambda _bar, items, _options: report(*items))
     try:
         yield
     finally:
-        core_model_loading.tqdm = progress_bar
+        transformers_logging.set_tqdm_hook(previous)

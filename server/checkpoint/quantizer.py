@@ -92,12 +92,8 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
                 _make_packed(model, module_name, table, self.quantization_config, storage)
         self._take_over(model, names)
 
-    def get_load_operations(self) -> dict[str, Any]:
-        """Operation that makes a parameter of a packed tensor and its companions."""
-        return {"deserialize": _Unpacked}
-
     def get_weight_conversions(self) -> list[Any]:
-        """Do the same for versions of transformers that do not ask for load operations (5.17)."""
+        """What makes a parameter of a packed tensor and its companions."""
         conversions: list[Any] = super().get_weight_conversions()
         for conversion in conversions:
             own = [_Unpacked(self) if type(op) is Bnb4bitDeserialize else op for op in conversion.operations]

@@ -59,6 +59,11 @@ class ExpertsLoader:
         """The names of the modules of experts that fill() will load."""
         return {layout.name for layout in self._layouts}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Patterns of the names of tensors that fill() will load."""
+        return TAKEN if self._layouts or self._routers else ()
+
     def take_over(self, model: PreTrainedModel) -> None:
         """Remove from model everything that fill() will load. Raises CheckpointError for NF4 experts of an unknown kind."""
         layouts = list(experts_layouts(model))
@@ -84,9 +89,6 @@ class ExpertsLoader:
             placeholder._is_hf_initialized = True  # type: ignore[assignment]
             model.set_submodule(layout.name, placeholder)
             self._layouts.append(layout)
-        if self._layouts or self._routers:
-            ignored = model._keys_to_ignore_on_load_unexpected or ()
-            model._keys_to_ignore_on_load_unexpected = {*ignored, *TAKEN}
 
     def _is_unknown(self, layout: ExpertsLayout, names: Names, modules: int) -> bool:
         """Whether only transformers knows which tensors are a module's: files in 16 bit with other names, or with one set of
