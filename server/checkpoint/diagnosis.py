@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import read_json
+from server.checkpoint.tokenizer_files import tokenizers_end
 
 _MAX_REASON = 300
 """Characters of a reason in another library's words."""
@@ -61,19 +62,20 @@ def check_finite(folder: Path, model: nn.Module) -> None:
 
 
 def end_tokens(folder: Path) -> GenerationConfig | None:
-    """Read from generation_config.json what ends an answer; None if there is no such file, and config.json says it.
+    """What ends an answer by generation_config.json and by the tokenizer, each if there is one; config.json may say more.
 
     The rest of the file is for the API, and transformers must not stumble over it. Raises CheckpointError for a file that is
     no JSON object, or whose eos_token_id is no token.
     """
-    file = folder / "generation_config.json"
-    if not file.exists():
-        return None
-    try:
-        ids = read_json(file).get("eos_token_id")
-    except CheckpointError as e:
-        raise CheckpointError(f"{e}; fetch it again, or remove it") from e
+    file, ids = folder / "generation_config.json", None
+    if file.exists():
+        try:
+            ids = read_json(file).get("eos_token_id")
+        except CheckpointError as e:
+            raise CheckpointError(f"{e}; fetch it again, or remove it") from e
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed):
         raise CheckpointError(f"{file}: eos_token_id is {ids!r}, not a token's number or a list of such; correct it")
-    return GenerationConfig(eos_token_id=listed or None)
+    end = tokenizers_end(folder)
+    listed = sorted({*listed, *([] if end is None else [end])})
+    return GenerationConfig(eos_token_id=listed or None) if listed or file.exists() else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,29 @@ def load_tokenizer(folder: Path) -> Any:
     if not tokenizer.chat_template and template.exists():
         tokenizer.chat_template = read_json(template).get("chat_template")
     return tokenizer
+
+
+def added_tokens(definition: str) -> tuple[list[dict[str, Any]], int, int]:
+    """The added tokens in a tokenizer.json, and where their array stands; the file itself may have tens of megabytes."""
+    found = re.search(r'"added_tokens"\s*:\s*(?=\[)', definition)
+    if found is None:
+        return [], 0, 0
+    tokens, end = json.JSONDecoder().raw_decode(definition, found.end())
+    return tokens, found.end(), end
+
+
+def tokenizers_end(folder: Path) -> int | None:
+    """Id of the token that ends a text to the tokenizer, which fine-tunes change without the model's configuration."""
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return None
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        end = read_json(folder / name).get("eos_token") if (folder / name).exists() else None
+        text = end.get("content") if isinstance(end, dict) else end
+        if isinstance(text, str):
+            tokens, *_ = added_tokens(file.read_text(encoding="utf-8"))
+            return next((token["id"] for token in tokens if token["content"] == text), None)
+    return None
 
 
 def check_same_vocabulary(folder: Path, other: Path) -> None:

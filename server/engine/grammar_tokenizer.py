@@ -9,7 +9,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from server.checkpoint.tokenizer_files import load_tokenizer
+from server.checkpoint.tokenizer_files import added_tokens, load_tokenizer
 
 _MARK = re.compile(
     r"</?(think|tool_call|arg_key|arg_value|seed:.*|minimax:.*|(start|end)_function_call|escape|TOOLCALL)>|<\|.*|.*\|>"
@@ -52,15 +52,14 @@ def _without_marks(definition: str) -> tuple[str, int]:
     their ids. A token that the vocabulary itself has is text without this, as Gemma's <table> is; marks and special tokens
     stay.
     """
-    found = re.search(r'"added_tokens"\s*:\s*(?=\[)', definition)
-    if found is None:
-        return definition, 0
-    tokens, end = json.JSONDecoder().raw_decode(definition, found.end())
+    tokens, start, end = added_tokens(definition)
     rest = definition[end:]
     texts = set(re.findall(r'"(<[^"\\]*>)"', rest))
     kept = [token for token in tokens if not _in_brackets(token) or (_is_mark(token) and token["content"] in texts)]
     size = max((token["id"] + 1 for token in tokens), default=0)
-    return f"{definition[: found.end()]}{json.dumps(kept, ensure_ascii=False)}{rest}", size
+    if len(kept) == len(tokens):
+        return definition, size
+    return f"{definition[:start]}{json.dumps(kept, ensure_ascii=False)}{rest}", size
 
 
 def _in_brackets(token: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from server.checkpoint.diagnosis import end_tokens
 from server.checkpoint.tokenizer_files import load_tokenizer
 from tests.checkpoint.layouts import refusal
 
@@ -56,6 +57,23 @@ def test_a_configuration_that_is_refused_is_named(tmp_path: Path) -> None:
         '{"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"]}'
     )
     assert f"{folder / 'config.json'}: transformers cannot read it" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("written", ["<|im_end|>", {"content": "<|im_end|>", "special": True}])
+def test_answers_end_by_the_tokenizers_token_too(tmp_path: Path, name: str, written: object) -> None:
+    """Fine-tunes of base models have an end of their own in the tokenizer alone."""
+    document = {"version": "1.0", "added_tokens": [{"id": 7, "content": "<|im_end|>"}], "model": {}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    assert end_tokens(tmp_path) is None
+    (tmp_path / name).write_text(json.dumps({"eos_token": written}))
+    ends = end_tokens(tmp_path)
+    assert ends is not None
+    assert ends.eos_token_id == [7]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    ends = end_tokens(tmp_path)
+    assert ends is not None
+    assert ends.eos_token_id == [3, 7]
 
 
 def test_a_tokenizer_of_nothing_is_refused(tmp_path: Path) -> None:
