@@ -21,7 +21,7 @@ from dashboards.queries import PanelQuery, panels_of, queries_of
 
 
 def without_data(prometheus: Prometheus, board: dict[str, Any], interval: str) -> list[PanelQuery]:
-    """The queries of a dashboard that have no number now."""
+    """The queries of a dashboard that no series answers. A share of nothing is an answer, as of images where none came."""
     return [query for query in queries_of(board, interval) if not prometheus.instant(query.expression)]
 
 

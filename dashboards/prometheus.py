@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -16,10 +15,8 @@ class Prometheus:
         self._http = httpx.Client(base_url=url, timeout=30, trust_env=False)
 
     def instant(self, expression: str) -> list[float]:
-        """The present values of an expression, one for each series; values that are not numbers are left out."""
-        series = self._ask("/api/v1/query", {"query": expression})
-        values = [float(one["value"][1]) for one in series]
-        return [value for value in values if not math.isnan(value)]
+        """The present values of an expression, one for each series; a share of nothing is NaN."""
+        return [float(one["value"][1]) for one in self._ask("/api/v1/query", {"query": expression})]
 
     def range(self, expression: str, minutes: float, step_s: float) -> list[tuple[dict[str, str], list[Any]]]:
         """Labels and [time, value] pairs of each series over the last minutes."""
