@@ -18,8 +18,8 @@ from server.text.harmony import MARKS as HARMONY_MARKS
 from server.text.reasoning import MARKS, ReasoningMarks, ReasoningSplitter
 
 Family = Literal[
-    "hermes", "nemotron", "phi", "xml", "seed", "minimax", "glm", "lfm2", "llama", "mistral", "gemma", "gemma4", "harmony",
-    "generic",
+    "hermes", "nemotron", "phi", "granite", "xml", "seed", "minimax", "glm", "lfm2", "llama", "mistral", "gemma", "gemma4",
+    "harmony", "generic",
 ]  # fmt: skip
 _TAGS: dict[Family, Tags] = {"xml": XML, "seed": SEED, "minimax": MINIMAX, "glm": GLM}
 
@@ -77,6 +77,7 @@ class Dialect:
             "glm": (GLM.start, GLM.end, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
             "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
             "phi": ("<|tool_call|>", "<|/tool_call|>"),
+            "granite": ("<|tool_call|>",),
             "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
             "harmony": HARMONY_MARKS,
             "llama": ("<|python_tag|>",),
@@ -100,6 +101,8 @@ class Dialect:
     def tool_parser(self, functions: Mapping[str, Any]) -> ToolParser:
         """A parser for one answer to a request with functions of these names and parameters."""
         match self.family:
+            case "granite":
+                return JsonToolParser("<|tool_call|>", None)
             case "llama":
                 return JsonToolParser("<|python_tag|>", None, bare=functions)
             case "xml" | "seed" | "minimax" | "glm":
@@ -189,6 +192,7 @@ _SIGNS: tuple[tuple[str, Family], ...] = (
     ("<|tool_list_start|>", "lfm2"),
     ("<TOOLCALL>", "nemotron"),
     ("<|/tool_call|>", "phi"),
+    ("<|tool_call|>", "granite"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama"),
     ('"parameters": ', "llama"),

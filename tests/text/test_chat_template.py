@@ -364,6 +364,7 @@ def test_lfm2_shows_calls_that_its_template_does_not_look_at(embedded_folder: Pa
         ('{{ tools }}<minimax:tool_call>\n<invoke name="f">', "minimax"),
         ("{{ tools }}<TOOLCALL>[{", "nemotron"),
         ("{{ tools }}<|tool_call|>{}<|/tool_call|>", "phi"),
+        ("{{ tools }}respond only with <|tool_call|> followed by a JSON list", "granite"),
         ("{{ tools }}<|tool_call_start|>[", "lfm2"),
         ("{{ tools }}<|tool_call>call:", "gemma4"),
         ("{{ messages }}", "generic"),

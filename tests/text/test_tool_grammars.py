@@ -23,6 +23,7 @@ DIALECTS = {
     "xml": Dialect("xml", None, None),
     "seed": Dialect("seed", None, None),
     "nemotron": Dialect("nemotron", None, None),
+    "granite": Dialect("granite", None, None),
     "lfm2": Dialect("lfm2", None, None),
     "harmony": Dialect("harmony", None, None),
 }
@@ -57,9 +58,9 @@ def written(dialect: Dialect, calls: Calls) -> str:
             return "[TOOL_CALLS]" + json.dumps([{"name": name, "arguments": given} for name, given in calls])
         case "llama":
             return "".join(json.dumps({"name": name, "parameters": given}) for name, given in calls)
-        case "lfm2" | "nemotron":
+        case "lfm2" | "nemotron" | "granite":
             listed = json.dumps([{"name": name, "arguments": given} for name, given in calls])
-            return dialect.marks[0] + listed + dialect.marks[1]
+            return listed.join(dialect.marks) if len(dialect.marks) > 1 else dialect.marks[0] + listed
         case "harmony":
             head = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
             return "<|call|>".join(head.format(name, json.dumps(given)) for name, given in calls)

@@ -170,6 +170,8 @@ CASES: list[tuple[Callable[[], ToolParser], str, Outcome]] = [
      ("", [("f", '{"a": "1", "o": {}}'), ("g", "{}")])),
     (nemotron, '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": "{}"}]</TOOLCALL>',
      ("", [("f", '{"a": 1}'), ("g", "{}")])),
+    (lambda: JsonToolParser("<|tool_call|>", None), '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]\n',
+     ("", [("f", '{"a": 1}'), ("g", "{}")])),
     (lfm2, "ok <|tool_call_start|>[f(a='x', o={\"k\": true, 'z': None}, l=[1, -2.5]), c.d(a=\"]\")]<|tool_call_end|>",
      ("ok ", [("f", '{"a": "x", "o": {"k": true, "z": null}, "l": [1, -2.5]}'), ("c.d", '{"a": "]"}')])),
     *((lfm2, text, (text, [])) for text in (

@@ -72,10 +72,10 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
             return _lark(_gemma(dialect, functions, mark, count), literals)
         case "llama":
             return _lark(f"start: {_objects(functions, 'parameters')}", literals)
-        case (
-            "lfm2" | "nemotron" | "phi"
-        ):  # LFM2's own notation says nothing about the values' types; it may write JSON, too
-            opening, closing = map(mark, dialect.marks[:2])
+        case "lfm2" | "nemotron" | "phi" | "granite":
+            # JSON, which LFM2 may write, too: its own notation says nothing about the values' types.
+            opening = mark(dialect.marks[0])
+            closing = "" if dialect.family == "granite" else mark(dialect.marks[1])
             calls = _repeated("call", count, r'"," " "?')
             lark = f'start: {opening} "[" {calls} "]" {closing}\ncall: {_objects(functions, "arguments")}'
             return _lark(lark, literals)
