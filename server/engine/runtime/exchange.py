@@ -139,17 +139,13 @@ def of_first(value: Value) -> Value:
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def all_reduce(x: torch.Tensor) -> None:
-    """Add the ranks' x up, in place."""
-    if not _reduced_by_peers(x, None):
-        dist.all_reduce(x)
-
-
-def all_reduce_add(x: torch.Tensor, residual: torch.Tensor) -> None:
-    """Add the ranks' x and the residual, which is the same on all ranks, up in x."""
+def all_reduce(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """x, in which the ranks' x and the residual, which is the same on all ranks, are added up."""
     if not _reduced_by_peers(x, residual):
         dist.all_reduce(x)
-        x += residual
+        if residual is not None:
+            x += residual
+    return x
 
 
 def _reduced_by_peers(x: torch.Tensor, residual: torch.Tensor | None) -> bool:

@@ -14,7 +14,7 @@ from nf4_kernels.cuda.device import arch
 from nf4_kernels.cuda.workspace import workspace_on
 from nf4_kernels.params import ACTIVATIONS
 from nf4_kernels.plan import MMA_COSTS, NORM_K, WHOLE_INSTANCES, Mma, mma_candidates, plan
-from tests.nf4_kernels.cuda import test_fused, test_gated
+from tests.nf4_kernels.cuda import test_cuda, test_fused, test_gated
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, ON_GPU, TOLERANCE, Random, random_weight, relative_error
 from tests.nf4_kernels.cuda.test_shards_cuda import part_of_k, part_of_n
 
@@ -208,24 +208,7 @@ def check_gated_sums(w: Random, m: int, choice: Mma) -> None:
 def test_a_chain_in_a_graph(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches share a workspace and its counters, and take turns with linear_rows and cuBLAS."""
     monkeypatch.setattr(launches, "_properties", lambda _: (planned_arch(), 132))
-    weights = [random_weight(n, k) for n, k in [(5120, 4096), (6144, 5120), (4096, 6144)]]
-    x = torch.randn(m, 4096, device=DEVICE, dtype=BFLOAT16)
-
-    def chain() -> list[torch.Tensor]:
-        outputs = [x]
-        for w in weights * 3:
-            outputs.append(torch.nn.functional.rms_norm(w.linear(outputs[-1]), (w.n,)))
-        return outputs
-
-    expected = chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = chain()
-    for _ in range(100):
-        for out in outputs[1:]:
-            out.fill_(float("nan"))
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    test_cuda.test_a_chain_of_gemms_in_a_graph(m)
 
 
 @pytest.mark.parametrize("m", [8, 32, 96])

@@ -63,11 +63,7 @@ class Experts:
                 y = y / 2
         if not self.is_partial:
             return y if residual is None else _sum(residual, y)
-        if residual is None:
-            exchange.all_reduce(y)
-        else:
-            exchange.all_reduce_add(y, residual)
-        return y
+        return exchange.all_reduce(y, residual)
 
 
 def _sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -64,21 +64,13 @@ class ReducedProjection:
         self._part = part
 
     def __call__(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return _reduced(self._part(x, norm), residual)
+        return exchange.all_reduce(self._part(x, norm), residual)
 
     def tile(self, tokens: int, dtype: torch.dtype) -> int:
         return self._part.tile(tokens, dtype)
 
     def of_tiles(self, tiles: torch.Tensor, tokens: int, residual: torch.Tensor | None) -> torch.Tensor:
-        return _reduced(self._part.of_tiles(tiles, tokens, None), residual)
-
-
-def _reduced(y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    if residual is None:
-        exchange.all_reduce(y)
-    else:
-        exchange.all_reduce_add(y, residual)
-    return y
+        return exchange.all_reduce(self._part.of_tiles(tiles, tokens, None), residual)
 
 
 class Nf4Projection:

@@ -24,9 +24,7 @@ class ReducedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., this rank's part of k] to [..., n]."""
-        y: torch.Tensor = self.linear(x)
-        exchange.all_reduce(y)
-        return y
+        return exchange.all_reduce(self.linear(x))
 
 
 class ReducedNorm(nn.Module):
@@ -71,9 +69,7 @@ class VocabularyEmbedding(nn.Module):
         own = ids - self.first
         others = (own < 0) | (own >= self.count)
         found: torch.Tensor = self.embedding(own.masked_fill(others, 0))
-        found = found.masked_fill(others.unsqueeze(-1), 0)
-        exchange.all_reduce(found)
-        return found
+        return exchange.all_reduce(found.masked_fill(others.unsqueeze(-1), 0))
 
 
 class VocabularyLinear(nn.Module):

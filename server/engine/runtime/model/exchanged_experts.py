@@ -30,9 +30,7 @@ class ReducedExperts(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *choices: torch.Tensor) -> torch.Tensor:
         """As NF4Experts: [tokens, hidden]."""
-        y: torch.Tensor = self.experts(hidden_states, *choices)
-        exchange.all_reduce(y)
-        return y
+        return exchange.all_reduce(self.experts(hidden_states, *choices))
 
 
 class ReducedBlock(nn.Module):
