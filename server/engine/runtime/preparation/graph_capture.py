@@ -34,7 +34,7 @@ from server.engine.runtime.trials import failure
 logger = logging.getLogger(__name__)
 
 _MIXTURE_RESERVE = 1 << 30
-"""Bytes of the reserve from which on mixtures have their larger graphs, which take 0.4 GiB of it (Qwen3.6-35B-A3B)."""
+"""Bytes of the reserve from which on mixtures have their larger graphs, which take up to 0.5 GiB of it (Qwen3.6-35B-A3B)."""
 
 
 def capture_decode(
