@@ -274,7 +274,7 @@ __device__ __forceinline__ void run_linear_rows(const RowsArgs& args) {
   }
 }
 
-// GPUs that have linear_mma have no instance of more k blocks: for weights of longer rows it is faster.
+// Before sm_90, which brought clusters, there is no instance of more k blocks: for weights of longer rows linear_mma is faster.
 constexpr int kMaxRowsBlocks = 80;
 
 // kTimed: one warp times its decoding. It is a kernel of its own, since a second loop beside the first, though
