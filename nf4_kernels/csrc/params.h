@@ -124,9 +124,10 @@ typedef struct {
 /* The shape of a linear_mma launch; nf4_kernels/plan chooses it. */
 typedef struct {
   int32_t tokens;    /* of a token tile */
-  int32_t warps;     /* that a thread block of the instance has at most; if tiles are split, it has all of them */
-  int32_t grid;      /* thread blocks, all of which run at the same time */
-  int32_t row_warps; /* 0: tiles are split. Else thread blocks compute whole tiles: warps with rows of their own, */
+  int32_t warps;     /* that a thread block of the instance has at most; if tiles are split, it has all of them; in tiles of 80
+                        tokens and more, which are wide: the m16 tiles of each of its 8 warps, 2 or 4 */
+  int32_t grid;      /* thread blocks; if tiles are split, all of them run at the same time */
+  int32_t row_warps; /* 0: tiles are split or wide. Else thread blocks compute whole tiles: warps with rows of their own, */
   int32_t k_warps;   /* for each of these rows so many that share k, */
   int32_t loaders;   /* and 1, 2 or 4 that load activations */
 } MmaPlan;

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from nf4_kernels.plan.dequantize import Dequantize, dequantize_cost, slice_rows
 from nf4_kernels.plan.limits import COUNTERS, NORM_K, PREFETCH_BYTES, WORKSPACE_BYTES
 from nf4_kernels.plan.mma import MMA_COSTS, MMA_TOKENS, WHOLE_INSTANCES, Mma, mma_candidates, mma_cost
+from nf4_kernels.plan.mma_wide import WIDE_COSTS, WIDE_TOKENS, wide_candidates, wide_cost
 from nf4_kernels.plan.posed import posed_dequantize_cost, posed_rows_cost
 from nf4_kernels.plan.rows import (
     GROUP_ROWS,
@@ -43,6 +44,8 @@ __all__ = (
     "WGMMA_INSTANCES",
     "WGMMA_TOKENS",
     "WHOLE_INSTANCES",
+    "WIDE_COSTS",
+    "WIDE_TOKENS",
     "WORKSPACE_BYTES",
     "Dequantize",
     "Mma",
@@ -55,6 +58,7 @@ __all__ = (
     "rows_candidates",
     "rows_stages",
     "shared_bytes",
+    "wide_candidates",
 )
 
 Plan = Rows | Wgmma | Mma | Dequantize
@@ -94,6 +98,9 @@ def candidates(
         if not hopper and m in MMA_TOKENS:
             for mma in mma_candidates(m, n, k, multiprocessors):
                 yield mma, mma_cost(mma, m, n, k)
+        if not hopper and m in WIDE_TOKENS:
+            for mma in wide_candidates(m, n, k, multiprocessors):
+                yield mma, wide_cost(mma, m, n, k, multiprocessors)
     yield Dequantize(slice_rows(n, multiprocessors)), (dequantize_cost if hopper else posed_dequantize_cost)(m, n, k)
 
 

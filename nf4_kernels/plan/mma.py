@@ -1,4 +1,7 @@
-"""linear_mma: which launches a GPU without wgmma can do for a GEMM, and what they cost. For 1 to 128 tokens."""
+"""linear_mma: which launches a GPU without wgmma can do for a GEMM, and what they cost. For 1 to 64 tokens.
+
+Launches of wide tiles, for more, are in mma_wide.py.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ TILE_ROWS = 256
 """Weight rows of a tile."""
 K_STEP = 64
 """k of a step, the unit of work that stream-K hands out."""
-MMA_TOKENS = range(1, 129)
-"""With more tokens dequantization + cuBLAS was measured to be faster."""
+MMA_TOKENS = range(1, 65)
+"""With more tokens wide tiles are faster."""
 # The instances of csrc/cuda/mma_sm80/instances.cuh, by warps and the tokens of a tile -> a launch without any k step, a k
 # step, and what parts of two tiles in one thread block add, in microseconds of code for sm_86, fitted to
-# bench/results/posed-86-nvidia-h200.json; 96 tokens to those of an H100.
+# bench/results/posed-86-nvidia-h200.json.
 MMA_COSTS = {
     (8, 8): (7.4, 0.46, 2.1),
     (8, 16): (7.2, 0.538, 1.9),
@@ -25,8 +28,8 @@ MMA_COSTS = {
     (8, 32): (7.6, 0.704, 2.9),
     (8, 48): (7.8, 0.956, 4.1),
     (8, 64): (8.3, 1.1, 4.5),
-    (8, 96): (11.2, 1.81, 0.0),
 }
+_WIDE_TOKENS = 80
 _MIN_STEPS = 2
 """k steps of a thread block, if it has parts of one tile only: fewer are not faster."""
 
@@ -75,8 +78,9 @@ _LOADER_K_WARPS = 2
 class Mma:
     """linear_mma: weights decoded into mma.sync's register operand; the fields are MmaPlan of params.h.
 
-    warps: those of a thread block if tiles are split, else the most that the instance can have. row_warps, k_warps, loaders:
-    of a thread block that computes whole tiles (csrc/cuda/mma_sm80/whole/).
+    warps: those of a thread block if tiles are split, else the most that the instance can have; of wide tiles (wide/), which
+    have 80 tokens and more, the m16 tiles of each of its 8 warps. row_warps, k_warps, loaders: of a thread block that
+    computes whole tiles (csrc/cuda/mma_sm80/whole/).
     """
 
     tokens: int
@@ -89,17 +93,26 @@ class Mma:
     @property
     def tile_rows(self) -> int:
         """Weight rows of a tile."""
+        if self.is_wide:
+            return self.warps * 64
         if not self.row_warps:
             return TILE_ROWS
         return self.row_warps * WHOLE_INSTANCES[self.warps, self.tokens].row_tiles * 16
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is one of csrc/cuda/mma_sm80/wide/."""
+        return self.tokens >= _WIDE_TOKENS
+
     def workspace_bytes(self, m: int, n: int, k: int) -> int:
-        """Normalised tokens, should there be any, and partial sums of two tiles for each thread block if tiles are split."""
+        """Normalised tokens, should there be any, and partial sums of the tiles of which thread blocks may have a part."""
         norm = -(-m * k * 2 // 256) * 256 if k <= NORM_K else 0
+        if self.is_wide:
+            return norm + self.grid * self.tile_rows * self.tokens * 4
         return norm + (self.grid * 2 * TILE_ROWS * self.tokens * 4 if not self.row_warps else 0)
 
     def __str__(self) -> str:
-        kind = f"{self.warps} warps"
+        kind = f"{8 if self.is_wide else self.warps} warps"
         if self.row_warps:
             kind = f"{self.row_warps} x {self.k_warps} + {self.loaders} of {kind}"
         return f"mma: {self.tokens} tokens x {self.tile_rows} rows, {kind}, grid {self.grid}"

@@ -19,6 +19,7 @@ from nf4_kernels.plan import (
     WGMMA_INSTANCES,
     WGMMA_TOKENS,
     WHOLE_INSTANCES,
+    WIDE_COSTS,
     WORKSPACE_BYTES,
     Dequantize,
     Mma,
@@ -29,6 +30,7 @@ from nf4_kernels.plan import (
     shared_bytes,
 )
 from nf4_kernels.plan.mma import mma_candidates, mma_cost
+from nf4_kernels.plan.mma_wide import wide_cost
 from nf4_kernels.plan.posed import posed_dequantize_cost, posed_rows_cost
 from nf4_kernels.plan.rows import CLUSTERS, GROUP_ROWS, HALF_ROWS, MAX_ROWS_BLOCKS, rows_candidates, rows_instances
 from nf4_kernels.plan.wgmma import WGMMA_COSTS, wgmma_candidates
@@ -71,15 +73,24 @@ def test_without_wgmma_nothing_costs_more_than_dequantization(n: int, k: int, ar
                 assert posed_rows_cost(choice, m, n, arch) < dequantized
                 assert not normalised or choice.passes == 1
             elif isinstance(choice, Mma):
-                assert mma_cost(choice, m, n, k) < dequantized
+                wide = choice.is_wide
+                assert dequantized > (
+                    wide_cost(choice, m, n, k, multiprocessors) if wide else mma_cost(choice, m, n, k)
+                )
                 check_mma(choice, m, n, k, multiprocessors)
             else:
                 assert isinstance(choice, Dequantize)
 
 
 def check_mma(choice: Mma, m: int, n: int, k: int, multiprocessors: int) -> None:
-    """The launch is one that csrc/cuda/mma_sm80/ has: of stream-K, or of whole tiles that its thread blocks share."""
+    """The launch is one that csrc/cuda/mma_sm80/ has: of stream-K, of whole or of wide tiles."""
     tiles = -(-n // choice.tile_rows) * -(-m // choice.tokens)
+    if choice.is_wide:
+        assert (choice.warps, choice.tokens) in WIDE_COSTS
+        assert choice.grid == tiles or (
+            choice.grid % tiles == 0 and choice.grid <= min(multiprocessors, tiles * (k // 64))
+        )
+        return
     if not choice.row_warps:
         assert (choice.warps, choice.tokens) in MMA_COSTS
         assert tiles <= COUNTERS
@@ -116,6 +127,15 @@ def test_linear_mma_is_for_gpus_without_wgmma() -> None:
     for m in (*range(1, 34), 48, 64, 96, 128):
         # As much shared memory, and the same costs.
         assert plan(m, 28672, 4096, 120, 82) == plan(m, 28672, 4096, 86, 82)
+
+
+def test_wide_tiles_are_planned_where_they_were_measured_to_be_fastest() -> None:
+    found = json.loads((ROOT / "bench" / "results" / "posed-86-nvidia-h200.json").read_text())
+    for row in found["wide"]:
+        choice = plan(row["m"], row["n"], row["k"], 86, found["multiprocessors"])
+        times = {Mma(tokens, row_tiles, grid): us for tokens, row_tiles, grid, us in row["wide_tiles"]}
+        took = row["dequantize"] if isinstance(choice, Dequantize) else times[choice]
+        assert took <= 1.05 * min(*times.values(), row["dequantize"]), (row, str(choice))
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])

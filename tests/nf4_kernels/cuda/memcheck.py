@@ -21,10 +21,20 @@ from nf4_kernels import Weight, cuda, reference
 from nf4_kernels.cuda import launches
 from nf4_kernels.cuda import moe as cuda_moe
 from nf4_kernels.cuda.routing import route, route_linear
-from nf4_kernels.plan import MMA_COSTS, NORM_K, WGMMA_INSTANCES, WHOLE_INSTANCES, Dequantize, Mma, Plan, rows_candidates
+from nf4_kernels.plan import (
+    MMA_COSTS,
+    NORM_K,
+    WGMMA_INSTANCES,
+    WHOLE_INSTANCES,
+    WIDE_COSTS,
+    Dequantize,
+    Mma,
+    Plan,
+    rows_candidates,
+)
 from nf4_kernels.plan.moe import moe_candidates
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, random_weight, split
-from tests.nf4_kernels.cuda.test_linear_mma import warps_of, whole
+from tests.nf4_kernels.cuda.test_linear_mma import warps_of, whole, wide
 from tests.nf4_kernels.cuda.test_moe_cuda import device, random_choices, random_experts
 from tests.nf4_kernels.shards import along_k
 
@@ -36,8 +46,8 @@ MULTIPROCESSORS = 5
 def whole_pieces(weight: Weight) -> Weight:
     """The weight with scales in allocations of whole 16 bytes.
 
-    linear_rows copies scales in such pieces. One with a byte inside an allocation is inside it whole, as allocations are a
-    multiple of 256 bytes; but compute-sanitizer goes by the bytes that were asked for.
+    linear_rows copies scales in such pieces, and wide tiles read four at once. A piece with a byte inside an allocation is
+    inside it whole, as allocations are a multiple of 256 bytes; but compute-sanitizer goes by the bytes that were asked for.
     """
 
     def padded(scales: torch.Tensor) -> torch.Tensor:
@@ -152,6 +162,17 @@ def run_whole() -> int:
     return count
 
 
+def run_wide() -> int:
+    """Every instance of linear_mma's wide tiles, whole and split."""
+    count = 0
+    for row_tiles, tokens in WIDE_COSTS:
+        for n, k, m, parts in ((208, 448, 2 * tokens + 1, 2), (520, 2112, tokens, 1), (63, 64, tokens - 1, 1)):
+            for nested in (False, True):
+                weight = whole_pieces(random_weight(n, k, 64, nested).weight)
+                count += with_plan(wide(row_tiles, tokens, m, n, k, parts), *fused_calls(weight, m, True))
+    return count
+
+
 def run_experts() -> int:
     """Every launch for experts."""
     count = 0
@@ -203,6 +224,7 @@ SECTIONS = {
     "wgmma": run_wgmma,
     "mma": run_mma,
     "whole": run_whole,
+    "wide": run_wide,
     "experts": run_experts,
     "routers": run_routers,
     "clock": run_clock,

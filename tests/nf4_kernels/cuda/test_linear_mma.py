@@ -13,7 +13,7 @@ from nf4_kernels.cuda import launches
 from nf4_kernels.cuda.device import arch
 from nf4_kernels.cuda.workspace import workspace_on
 from nf4_kernels.params import ACTIVATIONS
-from nf4_kernels.plan import MMA_COSTS, NORM_K, WHOLE_INSTANCES, Mma, mma_candidates, plan
+from nf4_kernels.plan import MMA_COSTS, NORM_K, WHOLE_INSTANCES, WIDE_COSTS, Mma, mma_candidates, plan, wide_candidates
 from tests.nf4_kernels.cuda import test_cuda, test_fused, test_gated
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, ON_GPU, TOLERANCE, Random, random_weight, relative_error
 from tests.nf4_kernels.cuda.test_shards_cuda import part_of_k, part_of_n
@@ -53,6 +53,12 @@ def whole(instance: tuple[int, int], warps: tuple[int, int, int], m: int, n: int
     most, tokens = instance
     tiles = -(-n // Mma(tokens, most, 1, *warps).tile_rows) * -(-m // tokens)
     return Mma(tokens, most, -(-tiles // -(-tiles // multiprocessors)), *warps)
+
+
+def wide(row_tiles: int, tokens: int, m: int, n: int, k: int, parts: int = 1) -> Mma:
+    """A launch of wide tiles, each of which so many thread blocks share if it has as many k steps."""
+    tiles = -(-n // (row_tiles * 64)) * -(-m // tokens)
+    return Mma(tokens, row_tiles, tiles * max(1, min(parts, k // 64, 132 // tiles)))
 
 
 def warps_of(instance: tuple[int, int]) -> list[tuple[int, int, int]]:
@@ -114,6 +120,17 @@ def test_whole_tiles_of_every_shape(
                 check(w, whole(instance, warps, m, n, multiprocessors), m, dtype, monkeypatch)
 
 
+@pytest.mark.parametrize(("row_tiles", "tokens"), WIDE_COSTS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_wide_tiles(dtype: torch.dtype, row_tiles: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, and in two, a few and so many parts that most of them have no share of the reduction."""
+    for n, k, blocksize, nested, offsets in MANY:
+        w = random_weight(n, k, blocksize, nested, offsets)
+        for m in (1, tokens - 1, tokens, 2 * tokens + 3):
+            for parts in (1, 2, 7, 132):
+                check(w, wide(row_tiles, tokens, m, n, k, parts), m, dtype, monkeypatch)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("blocksize", [64, 128, 256, 512, 1024, 2048, 4096])
 def test_every_blocksize(blocksize: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +140,8 @@ def test_every_blocksize(blocksize: int, nested: bool, monkeypatch: pytest.Monke
             check(w, launch(tokens, tokens - 3, n, k, blocks), tokens - 3, BFLOAT16, monkeypatch)
         for instance, warps in itertools.product(WHOLE_INSTANCES, SOME_WARPS):
             check(w, whole(instance, warps, instance[1] - 3, n), instance[1] - 3, BFLOAT16, monkeypatch)
+        for (row_tiles, tokens), parts in itertools.product(WIDE_COSTS, (1, 3)):
+            check(w, wide(row_tiles, tokens, tokens - 3, n, k, parts), tokens - 3, BFLOAT16, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -143,6 +162,8 @@ def test_shards(around: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Non
                     check(w, launch(tokens, tokens + 1, n, k, blocks), tokens + 1, dtype, monkeypatch)
             for instance, dtype, warps in itertools.product(WHOLE_INSTANCES, HALVES, SOME_WARPS):
                 check(w, whole(instance, warps, instance[1] + 1, n), instance[1] + 1, dtype, monkeypatch)
+            for (row_tiles, tokens), dtype, parts in itertools.product(WIDE_COSTS, HALVES, (1, 5)):
+                check(w, wide(row_tiles, tokens, tokens + 1, n, k, parts), tokens + 1, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 13, 16, 24, 31, 33, 48, 64, 75, 96, 127, 128, 129, 256])
@@ -151,7 +172,7 @@ def test_whatever_is_planned(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for n, k in [(64, 64), (1000, 4160), (1024, 2048), (4096, 4096)]:
         w = random_weight(n, k)
         for multiprocessors in (132, 20):
-            for choice in mma_candidates(m, n, k, multiprocessors):
+            for choice in (*mma_candidates(m, n, k, multiprocessors), *wide_candidates(m, n, k, multiprocessors)):
                 check(w, choice, m, BFLOAT16, monkeypatch)
         planned = plan(m, n, k, planned_arch(), 132)
         monkeypatch.setattr(launches, "_plan", lambda *_, planned=planned: planned)
@@ -170,6 +191,9 @@ def fused_launches(n: int, k: int) -> Iterator[tuple[Mma, int]]:
         tokens = instance[1]
         for warps, m, multiprocessors in zip(SOME_WARPS, (tokens, 2 * tokens + 1), (132, 2), strict=True):
             yield whole(instance, warps, m, n, multiprocessors), m
+    for row_tiles, tokens in ((2, 80), (4, 112), (4, 128)):
+        for m, parts in ((tokens, 1), (2 * tokens + 1, 3)):
+            yield wide(row_tiles, tokens, m, n, k, parts), m
 
 
 @pytest.mark.parametrize(("n", "k"), [(1000, 4160), (193, 448), (63, NORM_K), (64, 64)])
@@ -211,10 +235,10 @@ def test_a_chain_in_a_graph(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     test_cuda.test_a_chain_of_gemms_in_a_graph(m)
 
 
-@pytest.mark.parametrize("m", [8, 32, 96])
+@pytest.mark.parametrize("m", [8, 32, 96, 128])
 def test_results_do_not_change_from_run_to_run(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for n, k in [(5120, 25600), (1024, 8192), (25600, 5120)]:
-        choice = next(mma_candidates(m, n, k, 132))
+        *_, choice = (wide_candidates if m > 64 else mma_candidates)(m, n, k, 132)
         monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
         w = random_weight(n, k)
         x = torch.randn(m, k, device=DEVICE, dtype=BFLOAT16)
@@ -231,7 +255,7 @@ def test_what_a_launch_cannot_do_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     x = torch.randn(2, 128, device=DEVICE, dtype=BFLOAT16)
     stream_k = (Mma(8, 4, 1), Mma(40, 8, 1), Mma(8, WARPS[8], 3), Mma(8, WARPS[8], 0))
     whole = (Mma(8, 16, *of) for of in ((1, 16, 1, 1), (1, 1, 9, 1), (3, 2, 1, 4), (1, 1, 1, 3), (1, 1, 0, 1)))
-    for wrong in (*stream_k, *whole, Mma(16, 16, 5, 1, 1, 1)):
+    for wrong in (*stream_k, *whole, Mma(16, 16, 5, 1, 1, 1), Mma(80, 3, 1), Mma(128, 4, 3), Mma(80, 2, 3)):
         monkeypatch.setattr(launches, "_plan", lambda *_, wrong=wrong: wrong)
         with pytest.raises(cuda.KernelError, match="mma"):
             w.linear(x)

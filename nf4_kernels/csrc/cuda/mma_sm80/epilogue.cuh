@@ -8,19 +8,18 @@ namespace nf4 {
 
 template <typename T, typename Shape>
 __device__ __forceinline__ Writer<T, MmaArgs> writer_of(const MmaArgs& args, const MmaStep& at) {
-  return {args, at.row_tile * kMmaRowTiles + static_cast<int>(threadIdx.x) / 32 * Shape::kRowTiles,
-          at.token_tile * Shape::kTokens};
+  return {args, Shape::first_row_tile(at), Shape::first_token(at)};
 }
 
 // Partial sums of a split tile are kept in units of a float4 of each thread.
 template <typename Shape>
 constexpr int kUnits = Shape::kRowTiles * Shape::kTiles;
 
-// The place of a thread block's partial sums of a tile: each has two, for the tile that it begins with and another one.
+// The place of a thread block's partial sums of a tile: where it may have parts of two, the one that it begins with is first.
 template <typename Shape>
 __device__ __forceinline__ float4* partial_sums(const MmaArgs& args, int block, int tile) {
   bool begins_with = args.first_step(block) / args.k_steps == tile;
-  return args.partials + int64_t{block * 2 + !begins_with} * kUnits<Shape> * Shape::kThreads + threadIdx.x;
+  return args.partials + int64_t{block * Shape::kParts + !begins_with} * kUnits<Shape> * Shape::kThreads + threadIdx.x;
 }
 
 // A split tile's counter: one for each thread block that has left its sums, and so much for each that waits for none any more.
@@ -62,7 +61,7 @@ __device__ __noinline__ void reduce_tile(const MmaArgs& args, int tile) {
   }
   __syncthreads();
   int before = threadIdx.x == 0 ? atomicAdd(counter, kReduced) : 0;
-  constexpr int64_t kBlockSums = int64_t{2} * kUnits<Shape> * Shape::kThreads;
+  constexpr int64_t kBlockSums = int64_t{Shape::kParts} * kUnits<Shape> * Shape::kThreads;
   const float4* of_first = partial_sums<Shape>(args, first, tile);
   // The other thread blocks begin with this tile.
   const float4* of_others = args.partials + first * kBlockSums + threadIdx.x;

@@ -7,5 +7,4 @@
   NF4_INSTANCE(8, 3)      \
   NF4_INSTANCE(8, 4)      \
   NF4_INSTANCE(8, 6)      \
-  NF4_INSTANCE(8, 8)      \
-  NF4_INSTANCE(8, 12)
+  NF4_INSTANCE(8, 8)

@@ -86,6 +86,7 @@ struct MmaShape {
   static constexpr int kWarps = kWarps_, kTiles = kTiles_, kThreads = kWarps * 32;
   static constexpr int kRowTiles = kMmaRowTiles / kWarps;  // m16 tiles of a warp
   static constexpr int kTokens = kTiles * 8;
+  static constexpr int kParts = 2;  // tiles of which a thread block may have a part
   // Activations come in chunks of so many k steps. A barrier says that a chunk is there, another that all warps have read it.
   static constexpr int kChunk = kTokens >= 48 ? 1 : kTokens >= 24 ? 2 : kTokens >= 16 ? 4 : 8;
   static constexpr int kChunkSlots = kChunk * kTokens;
@@ -111,6 +112,11 @@ struct MmaShape {
   // Where the loads of a k step are issued: with two chunks as late as they may be, since all warps must have read the one
   // before.
   static constexpr int kLoadBlock = kChunks == 2 ? kBlocks / 2 : 0;
+  // The first m16 tile, of all, and the first token of this thread's warp.
+  __device__ __forceinline__ static int first_row_tile(const MmaStep& at) {
+    return at.row_tile * kMmaRowTiles + static_cast<int>(threadIdx.x) / 32 * kRowTiles;
+  }
+  __device__ __forceinline__ static int first_token(const MmaStep& at) { return at.token_tile * kTokens; }
   __device__ __forceinline__ static unsigned full(unsigned base, unsigned chunk) {
     return base + kBarriers + chunk % kChunks * 8;
   }

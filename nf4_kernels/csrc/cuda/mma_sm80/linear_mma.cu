@@ -5,6 +5,7 @@
 #include "linear_mma.cuh"
 #include "norm.cuh"
 #include "whole/launch.cuh"
+#include "wide/launch.cuh"
 
 namespace nf4 {
 namespace {
@@ -37,6 +38,10 @@ cudaError_t launch_instance(const MmaArgs& args, int dtype, int grid, cudaStream
   return launch_instance<__nv_bfloat16, kWarps, kTiles>(args, grid, stream);
 }
 
+bool is_wide(const MmaPlan& plan) { return plan.tokens >= kWideTokens && plan.warps > 0; }
+
+int tile_rows(const MmaPlan& plan) { return is_wide(plan) ? plan.warps * 64 : kMmaRows; }
+
 // Whether the plan fits these operands and this device.
 cudaError_t validate(const Nf4Linear& linear, const MmaPlan& plan) {
   const Nf4Weight& w = linear.weight;
@@ -47,7 +52,8 @@ cudaError_t validate(const Nf4Linear& linear, const MmaPlan& plan) {
     return cudaErrorInvalidValue;
   }
   if (linear.norm_weight && linear.dtype != NF4_BFLOAT16) return cudaErrorInvalidValue;
-  int64_t tiles = (w.n + kMmaRows - 1) / kMmaRows * ((linear.m + plan.tokens - 1) / plan.tokens);
+  int rows = tile_rows(plan);
+  int64_t tiles = (w.n + rows - 1) / rows * ((linear.m + plan.tokens - 1) / plan.tokens);
   int64_t steps = tiles * (w.k / 64);
   if (steps >= int64_t{1} << 31 || (!plan.row_warps && plan.grid > steps)) return cudaErrorInvalidValue;
   if (reserves_shared_memory() && device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) {
@@ -73,7 +79,8 @@ MmaArgs build_args(const Nf4Linear& linear, const MmaPlan& plan) {
   args.scale_shift = log2_of(w.blocksize / 64);
   args.place_first = w.group_offset << args.scale_shift;
   args.place_pitch = args.k_steps + (w.group_skip << args.scale_shift);
-  int tiles = (args.n + kMmaRows - 1) / kMmaRows * args.token_tiles;
+  int rows = tile_rows(plan);
+  int tiles = (args.n + rows - 1) / rows * args.token_tiles;
   bool even = plan.grid % tiles == 0;  // then none has parts of two tiles
   args.span = args.k_steps * (even ? 1 : tiles);
   args.parts = even ? plan.grid / tiles : plan.grid;
@@ -104,6 +111,7 @@ NF4_EXPORT int nf4_cuda_linear_mma(const Nf4Linear* linear, const MmaPlan* plan)
   args.x = x;
   args.partials = reinterpret_cast<float4*>(workspace);
   if (plan->row_warps) return nf4::launch_whole(args, *plan, linear->dtype, stream);
+  if (nf4::is_wide(*plan)) return nf4::launch_wide(args, linear->dtype, plan->warps, plan->tokens, plan->grid, stream);
 #define NF4_INSTANCE(warps_, tiles_)                                                                \
   if (plan->warps == warps_ && plan->tokens == tiles_ * 8) {                                        \
     return nf4::launch_instance<warps_, tiles_>(args, linear->dtype, plan->grid, stream);           \

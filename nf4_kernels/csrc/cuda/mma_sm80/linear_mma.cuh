@@ -1,6 +1,6 @@
 // GEMM with an NF4 weight on mma.sync, from Ampere on: codes stream through shared memory and become operands in registers.
 //
-// A tile is 256 weight rows (the m of mma m16n8k16) x 8 to 128 tokens (its n). A k step is 64 k of a tile. All tiles' k steps
+// A tile is 256 weight rows (the m of mma m16n8k16) x 8 to 64 tokens (its n). A k step is 64 k of a tile. All tiles' k steps
 // in order are divided evenly among as many thread blocks as there are multiprocessors (stream-K). Each warp has 32 rows of
 // the tile and all of its tokens:
 //   codes of its rows come into a ring of its own by cp.async, in bitsandbytes' order; activations into one that all share
