@@ -14,7 +14,7 @@ from nf4_kernels.cuda.device import capability
 from nf4_kernels.reference import untile_activations
 from server.engine.runtime.attention import paged_cuda
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
-from server.engine.runtime.attention.flashinfer.prefill import LONG_CHUNKS, load_in_background
+from server.engine.runtime.attention.flashinfer.prefill import LONG_CHUNKS, _loaded, load_in_background
 from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.paged_cuda import CudaBackend
@@ -25,6 +25,7 @@ from tests.engine.attention.complex_rotary import rotated
 from tests.engine.attention.test_paged_cuda import BLOCK, CAPPED, DEVICE, PLAIN, make_batch
 
 pytestmark = pytest.mark.gpu
+FLASHINFER = pytest.mark.skipif(not importlib.util.find_spec("flashinfer"), reason="needs FlashInfer")
 
 SHAPES = [LayerShape(2, 128, 128, 8)] * 4
 OPTIONS = [
@@ -45,15 +46,7 @@ OPTIONS = [
         ([5, 0], [6, LONG_CHUNKS]),
     ],
 )
-@pytest.mark.parametrize(
-    "by_flashinfer",
-    [
-        False,
-        pytest.param(
-            True, marks=pytest.mark.skipif(not importlib.util.find_spec("flashinfer"), reason="needs FlashInfer")
-        ),
-    ],
-)
+@pytest.mark.parametrize("by_flashinfer", [False, pytest.param(True, marks=FLASHINFER)])
 @torch.inference_mode()
 def test_a_step_attends_as_the_reference(earlier: list[int], now: list[int], by_flashinfer: bool) -> None:
     """earlier, now: tokens of each sequence before and after the step."""
@@ -88,6 +81,37 @@ def test_a_step_attends_as_the_reference(earlier: list[int], now: list[int], by_
             found = attend(tested, layer, query, key, value, options)
             expected = attend(reference, layer, query.float(), key.float(), value.float(), options)
             assert (found - expected).abs().max() < 0.03, f"layer {layer}"
+
+
+@FLASHINFER
+@torch.inference_mode()
+def test_a_step_that_waits_for_the_device_keeps_its_plan_while_the_next_one_is_planned() -> None:
+    """As on a GPU that computes something else, too: the host is two steps ahead of it."""
+    kind = Kind.of(SHAPES[0], OPTIONS[0])
+    prefill = _loaded([kind], BLOCK, torch.bfloat16, DEVICE)
+    cache = torch.randn(200, 2, BLOCK, 2, 128, device=DEVICE).to(torch.bfloat16)
+    blocks = iter(range(200))
+    steps = []
+    for lengths in ([900], [40] * 9 + [500]):
+        tables = [tuple(itertools.islice(blocks, -(-length // BLOCK))) for length in lengths]
+        query = torch.randn(sum(lengths), 8, 128, device=DEVICE).to(torch.bfloat16)
+        steps.append((make_batch([(0, length) for length in lengths], tables).spans, query))
+
+    def attend_steps(wait: bool) -> list[torch.Tensor]:
+        found = []
+        for spans, query in steps:
+            found.append(torch.full_like(query, float("nan")))
+            prefill.plan(spans, 0)
+            prefill.attend(kind, query, cache, found[-1])
+            if wait:
+                torch.cuda.synchronize()
+        return found
+
+    alone = attend_steps(wait=True)
+    busy = torch.randn(8192, 8192, device=DEVICE)
+    for _ in range(10):
+        busy @ busy
+    assert all(map(torch.equal, attend_steps(wait=False), alone))
 
 
 SINKS = AttentionOptions(0.125, window=128, sinks=True)

@@ -58,6 +58,8 @@ class FlashInferPrefill:
             kind: BatchPrefillWithPagedKVCacheWrapper(room, "NHD", backend=kernels) for kind in kinds
         }
         self._rows = slice(None)
+        # Plans are copied to the device from one piece of pinned memory of each wrapper; this says that they are there.
+        self._copied = torch.cuda.Event()
 
     def takes(self, kind: Kind) -> bool:
         """Whether it attends for layers of a kind."""
@@ -67,6 +69,8 @@ class FlashInferPrefill:
         """Lay out the chunks of a step: all its spans but the first `singles`, a token each."""
         self._rows = slice(singles, None)
         tables = page_tables(spans, self._block_size, slice(singles, len(spans)))
+        # The step before may not have begun, for other work on the GPU: its plan would be overwritten.
+        self._copied.synchronize()
         for kind, wrapper in self._wrappers.items():
             wrapper.plan(
                 tables.rows,
@@ -82,6 +86,7 @@ class FlashInferPrefill:
                 q_data_type=self._dtype,
                 kv_data_type=self._dtype,
             )
+        self._copied.record()
 
     def attend(self, kind: Kind, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
         """Write the attention of the chunks' tokens into their rows of out [T, heads, dim], contiguous.
