@@ -134,22 +134,22 @@ typedef struct {
 
 /* One-shot all-reduce: out = residual + the sum over the ranks of their x, all of count elements of dtype, 16-byte aligned,
  * a multiple of 16 bytes; at most NF4_ALL_REDUCE_LL_BYTES with two ranks, half of it with up to four, a quarter with eight.
- * ll128: in the LL128 protocol, of up to NF4_ALL_REDUCE_LL128_BYTES, between GPUs with NVLink and inboxes that have it.
- * residual may be null, out may be x. Every rank makes the same calls in the same order. inboxes: this process's addresses of
- * all ranks' inboxes, its own among them. Where a rank does not come within the inbox's patience, the launch traps (fatal), or
- * leaves anything in out and says which rank it was. */
+ * ll128: in the LL128 protocol, of up to NF4_ALL_REDUCE_LL128_BYTES, between GPUs with NVLink and IPC buffers that have it.
+ * residual may be null, out may be x. Every rank makes the same calls in the same order. buffers: this process's addresses of
+ * all ranks' IPC buffers, its own among them. Where a rank does not come within the buffer's timeout, the launch traps
+ * (fatal), or leaves anything in out and says which rank it was. */
 enum {
-  NF4_MOST_RANKS = 8,
+  NF4_MAX_RANKS = 8,
   NF4_ALL_REDUCE_LL_BYTES = 2097152,
   NF4_ALL_REDUCE_LL128_BYTES = 7864320,
-  NF4_INBOX_HANDLE_BYTES = 64
+  NF4_IPC_HANDLE_BYTES = 64
 };
 typedef struct {
   const void* x;
   const void* residual;
   void* out;
   int64_t count;
-  void* inboxes[NF4_MOST_RANKS];
+  void* buffers[NF4_MAX_RANKS];
   int32_t dtype;
   int32_t rank;
   int32_t ranks;

@@ -59,7 +59,7 @@ class AllReduce(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "residual", "out")),
         ("count", ctypes.c_int64),
-        ("inboxes", ctypes.c_void_p * 8),
+        ("buffers", ctypes.c_void_p * 8),
         *((name, ctypes.c_int32) for name in ("dtype", "rank", "ranks", "fatal", "ll128")),
         ("stream", ctypes.c_void_p),
     )
@@ -161,13 +161,13 @@ def _declare(loaded: ctypes.CDLL) -> None:
     loaded.nf4_cuda_dequantize.argtypes = (ctypes.POINTER(Nf4Weight), int64, int64, pointer, int32, *[pointer] * 3)
     loaded.nf4_cuda_all_reduce.argtypes = (ctypes.POINTER(AllReduce),)
     loaded.nf4_cuda_decode_attention.argtypes = (ctypes.POINTER(DecodeAttention),)
-    loaded.nf4_cuda_inbox_create.argtypes = (int32, int32, ctypes.POINTER(pointer), ctypes.c_char_p)
+    loaded.nf4_cuda_ipc_buffer_create.argtypes = (int32, int32, ctypes.POINTER(pointer), ctypes.c_char_p)
     loaded.nf4_cuda_is_linked.argtypes = (ctypes.POINTER(int32),)
-    loaded.nf4_cuda_inbox_open.argtypes = (ctypes.c_char_p, ctypes.POINTER(pointer))
-    loaded.nf4_cuda_inbox_close.argtypes = (pointer,)
-    loaded.nf4_cuda_inbox_free.argtypes = (pointer,)
-    loaded.nf4_cuda_inbox_patience.argtypes = (pointer, ctypes.c_uint64)
-    loaded.nf4_cuda_inbox_silent_rank.argtypes = (pointer, ctypes.POINTER(int32))
+    loaded.nf4_cuda_ipc_buffer_open.argtypes = (ctypes.c_char_p, ctypes.POINTER(pointer))
+    loaded.nf4_cuda_ipc_buffer_close.argtypes = (pointer,)
+    loaded.nf4_cuda_ipc_buffer_free.argtypes = (pointer,)
+    loaded.nf4_cuda_ipc_buffer_set_timeout.argtypes = (pointer, ctypes.c_uint64)
+    loaded.nf4_cuda_ipc_buffer_hung_rank.argtypes = (pointer, ctypes.POINTER(int32))
     loaded.nf4_cuda_clock_end.argtypes = (pointer, pointer)
     loaded.nf4_cuda_clock_completion.argtypes = (pointer, pointer, int32, pointer)
     loaded.nf4_cuda_clock_collect.argtypes = (ctypes.POINTER(Clocks), pointer, pointer)

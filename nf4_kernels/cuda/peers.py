@@ -1,7 +1,7 @@
 """Sums over the GPUs of a host in one launch: `PeerReducer`, for the small tensors that tensor parallelism exchanges.
 
-Sources: csrc/cuda/all_reduce.cu and inbox.cu. Each rank is a process with a GPU; they write to one another through CUDA IPC,
-over NVLink or PCIe, without NVLink multicast. The caller has to bring the ranks' handles to one another.
+Sources: csrc/cuda/all_reduce.cu and ipc_buffer.cu. Each rank is a process with a GPU; they write to one another through
+CUDA IPC, over NVLink or PCIe, without NVLink multicast. The caller has to bring the ranks' handles to one another.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PeerReducer:
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # torch makes the device's context
             self._ll128 = self._is_linked() if ll128 is None else ll128
-            status = self._library.nf4_cuda_inbox_create(ranks, self._ll128, ctypes.byref(buffer), handle)
+            status = self._library.nf4_cuda_ipc_buffer_create(ranks, self._ll128, ctypes.byref(buffer), handle)
             self._check(status, "an IPC buffer")
         self._buffer: int = buffer.value or 0
         self.handle = handle.raw + bytes([self._ll128])
@@ -77,7 +77,7 @@ class PeerReducer:
                 if rank == self.rank:
                     continue
                 buffer = ctypes.c_void_p()
-                status = self._library.nf4_cuda_inbox_open(handle[:_IPC_BYTES], ctypes.byref(buffer))
+                status = self._library.nf4_cuda_ipc_buffer_open(handle[:_IPC_BYTES], ctypes.byref(buffer))
                 self._check(status, f"the IPC buffer of rank {rank}")
                 self._opened[rank] = buffer.value or 0
 
@@ -124,7 +124,7 @@ class PeerReducer:
                 residual=None if residual is None else residual.data_ptr(),
                 out=x.data_ptr(),
                 count=x.numel(),
-                inboxes=(ctypes.c_void_p * MAX_RANKS)(*buffers),
+                buffers=(ctypes.c_void_p * MAX_RANKS)(*buffers),
                 dtype=DTYPES[x.dtype],
                 rank=self.rank,
                 ranks=self.ranks,
@@ -139,14 +139,14 @@ class PeerReducer:
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             nanoseconds = ctypes.c_uint64(int(seconds * 1e9))
-            self._check(self._library.nf4_cuda_inbox_patience(self._buffer, nanoseconds), "set_timeout")
+            self._check(self._library.nf4_cuda_ipc_buffer_set_timeout(self._buffer, nanoseconds), "set_timeout")
 
     def hung_rank(self) -> int | None:
         """A rank for which a launch has waited too long; None: there was none. Waits for the device."""
         found = ctypes.c_int32()
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            self._check(self._library.nf4_cuda_inbox_silent_rank(self._buffer, ctypes.byref(found)), "hung_rank")
+            self._check(self._library.nf4_cuda_ipc_buffer_hung_rank(self._buffer, ctypes.byref(found)), "hung_rank")
         return None if found.value < 0 else found.value
 
     def close(self) -> None:
@@ -154,9 +154,9 @@ class PeerReducer:
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             for buffer in self._opened.values():
-                self._library.nf4_cuda_inbox_close(buffer)
+                self._library.nf4_cuda_ipc_buffer_close(buffer)
             self._opened.clear()
-            self._library.nf4_cuda_inbox_free(self._buffer)
+            self._library.nf4_cuda_ipc_buffer_free(self._buffer)
             self._buffer = 0
 
     def _is_linked(self) -> bool:

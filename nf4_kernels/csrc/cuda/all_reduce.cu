@@ -1,7 +1,7 @@
 // One-shot all-reduce of small tensors over the GPUs of a host: out = residual + sum over the ranks of their x.
 //
-// A rank writes its x into all other ranks' inboxes (inbox.cuh), waits for theirs in its own, and adds up: one way over
-// NVLink, and no barrier. What is written carries its epoch, in NCCL's LL or LL128 protocol (all_reduce_ll.cuh,
+// A rank writes its x into all other ranks' IPC buffers (ipc_buffer.cuh), waits for theirs in its own, and adds up: one way
+// over NVLink, and no barrier. What is written carries its epoch, in NCCL's LL or LL128 protocol (all_reduce_ll.cuh,
 // all_reduce_ll128.cuh). Sums are float32, in the order of the ranks, and rounded once: all ranks get the same bits, whatever
 // the timing.
 #include <stdint.h>
@@ -13,7 +13,7 @@
 namespace nf4 {
 namespace {
 
-template <typename T, int kMostRanks>
+template <typename T, int kMaxRanks>
 cudaError_t launch(const ReduceArgs& args, bool ll128, cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -25,14 +25,14 @@ cudaError_t launch(const ReduceArgs& args, bool ll128, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = has_hopper_launches() ? 1 : 0;
-  return cudaLaunchKernelEx(&config, ll128 ? all_reduce_ll128<T, kMostRanks> : all_reduce_ll<T, kMostRanks>, args);
+  return cudaLaunchKernelEx(&config, ll128 ? all_reduce_ll128<T, kMaxRanks> : all_reduce_ll<T, kMaxRanks>, args);
 }
 
 template <typename T>
 cudaError_t launch(const ReduceArgs& args, bool ll128, cudaStream_t stream) {
   if (args.ranks <= 2) return launch<T, 2>(args, ll128, stream);
   if (args.ranks <= 4) return launch<T, 4>(args, ll128, stream);
-  return launch<T, NF4_MOST_RANKS>(args, ll128, stream);
+  return launch<T, NF4_MAX_RANKS>(args, ll128, stream);
 }
 
 }  // namespace
@@ -44,14 +44,14 @@ NF4_EXPORT int nf4_cuda_all_reduce(const Nf4AllReduce* reduce) {
   int ranks = reduce->ranks;
   bool ll128 = reduce->ll128 != 0;
   if (bytes == 0) return cudaSuccess;
-  if (ranks < 2 || ranks > NF4_MOST_RANKS || reduce->rank < 0 || reduce->rank >= ranks) return cudaErrorInvalidValue;
-  int64_t most = ll128 ? nf4::most_ll128_bytes(ranks) : nf4::most_ll_bytes(ranks);
+  if (ranks < 2 || ranks > NF4_MAX_RANKS || reduce->rank < 0 || reduce->rank >= ranks) return cudaErrorInvalidValue;
+  int64_t most = ll128 ? nf4::max_ll128_bytes(ranks) : nf4::max_ll_bytes(ranks);
   if (bytes < 0 || bytes % nf4::kChunk != 0 || bytes > most) return cudaErrorInvalidValue;
   nf4::ReduceArgs args{};
   args.x = static_cast<const uint4*>(reduce->x);
   args.residual = static_cast<const uint4*>(reduce->residual);
   args.out = static_cast<uint4*>(reduce->out);
-  for (int rank = 0; rank < ranks; ++rank) args.inboxes[rank] = static_cast<char*>(reduce->inboxes[rank]);
+  for (int rank = 0; rank < ranks; ++rank) args.buffers[rank] = static_cast<char*>(reduce->buffers[rank]);
   args.chunks = static_cast<int>(bytes / nf4::kChunk);
   args.rank = reduce->rank;
   args.ranks = ranks;

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#include "inbox.cuh"
+#include "ipc_buffer.cuh"
 
 namespace nf4 {
 
@@ -12,7 +12,7 @@ struct ReduceArgs {
   const uint4* x;
   const uint4* residual;
   uint4* out;
-  char* inboxes[NF4_MOST_RANKS];
+  char* buffers[NF4_MAX_RANKS];
   int chunks, rank, ranks;
   bool fatal;
 };
@@ -35,24 +35,24 @@ __device__ __forceinline__ uint64_t now_ns() {
 // slot.
 __device__ __forceinline__ unsigned next_epoch(unsigned epoch) { return epoch + 1 == 0 ? 2 : epoch + 1; }
 
-// Counts polls of a rank's data, and records the rank once they have gone on for longer than the patience.
-class Patience {
+// Counts polls of a rank's data, and records the rank once they have gone on for longer than the timeout.
+class Timeout {
  public:
-  __device__ explicit Patience(InboxHeader* header) : header_(header) {}
+  __device__ explicit Timeout(IpcBufferHeader* header) : header_(header) {}
 
   __device__ __forceinline__ bool ends(int rank, bool fatal) {
     if (++polls_ % kPollsBetweenLooks) return false;
     uint64_t now = now_ns();
     if (began_ == 0) began_ = now;
-    if (now - began_ < load_fresh(&header_->patience_ns)) return false;
-    header_->silent_rank = rank;
+    if (now - began_ < load_fresh(&header_->timeout_ns)) return false;
+    header_->hung_rank = rank;
     __threadfence_system();
     if (fatal) __trap();
     return true;
   }
 
  private:
-  InboxHeader* header_;
+  IpcBufferHeader* header_;
   uint64_t began_ = 0;
   int polls_ = 0;
 };
@@ -79,7 +79,7 @@ __device__ __forceinline__ unsigned rounded(const float* sums) {
 }
 
 // The sum of a chunk: the residual, which may be zeros, and then the ranks' data in their order.
-template <typename T, int kMostRanks>
+template <typename T, int kMaxRanks>
 __device__ __forceinline__ uint4 sum_of(uint4 residual, bool has_residual, const uint4* data, int ranks) {
   constexpr int kValues = 4 / sizeof(T);  // in a register
   float sums[4 * kValues] = {};
@@ -91,7 +91,7 @@ __device__ __forceinline__ uint4 sum_of(uint4 residual, bool has_residual, const
   };
   if (has_residual) add_chunk(residual);
 #pragma unroll
-  for (int rank = 0; rank < kMostRanks; ++rank) {
+  for (int rank = 0; rank < kMaxRanks; ++rank) {
     if (rank < ranks) add_chunk(data[rank]);
   }
   return make_uint4(rounded<T>(sums), rounded<T>(sums + kValues), rounded<T>(sums + 2 * kValues),

@@ -27,36 +27,36 @@ __device__ __forceinline__ bool receive(const char* from, uint4& data, unsigned 
   return true;
 }
 
-template <typename T, int kMostRanks>
+template <typename T, int kMaxRanks>
 __global__ void __launch_bounds__(kReduceThreads) all_reduce_ll(const __grid_constant__ ReduceArgs args) {
   grid_dependency_wait();
   launch_dependents();
-  char* own = args.inboxes[args.rank];
-  InboxHeader* header = reinterpret_cast<InboxHeader*>(own);
+  char* own = args.buffers[args.rank];
+  IpcBufferHeader* header = reinterpret_cast<IpcBufferHeader*>(own);
   unsigned epoch = next_epoch(load_fresh(&header->epochs[blockIdx.x]));
   int chunk = blockIdx.x * kReduceThreads + threadIdx.x;
   if (chunk < args.chunks) {
     auto place = [&](int rank) { return ll_place(args.ranks, epoch & 1, rank) + int64_t{chunk} * 2 * kChunk; };
-    uint4 data[kMostRanks];
+    uint4 data[kMaxRanks];
     uint4 mine = load_fresh(args.x + chunk);
     unsigned missing = 0;
 #pragma unroll
-    for (int rank = 0; rank < kMostRanks; ++rank) {
+    for (int rank = 0; rank < kMaxRanks; ++rank) {
       data[rank] = mine;
       if (rank >= args.ranks || rank == args.rank) continue;
-      send(args.inboxes[rank] + place(args.rank), mine, epoch);
+      send(args.buffers[rank] + place(args.rank), mine, epoch);
       missing |= 1u << rank;
     }
     uint4 residual = args.residual ? load_fresh(args.residual + chunk) : make_uint4(0, 0, 0, 0);
-    Patience patience(header);
+    Timeout timeout(header);
     while (missing) {
 #pragma unroll
-      for (int rank = 0; rank < kMostRanks; ++rank) {
+      for (int rank = 0; rank < kMaxRanks; ++rank) {
         if ((missing >> rank & 1) && receive(own + place(rank), data[rank], epoch)) missing &= ~(1u << rank);
       }
-      if (missing && patience.ends(__ffs(missing) - 1, args.fatal)) break;
+      if (missing && timeout.ends(__ffs(missing) - 1, args.fatal)) break;
     }
-    args.out[chunk] = sum_of<T, kMostRanks>(residual, args.residual, data, args.ranks);
+    args.out[chunk] = sum_of<T, kMaxRanks>(residual, args.residual, data, args.ranks);
   }
   __syncthreads();
   if (threadIdx.x == 0) header->epochs[blockIdx.x] = epoch;

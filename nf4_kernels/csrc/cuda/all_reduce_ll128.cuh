@@ -49,12 +49,12 @@ __device__ __forceinline__ bool receive_lines(const char* from, Chunks& data, bo
   return true;
 }
 
-template <typename T, int kMostRanks>
+template <typename T, int kMaxRanks>
 __global__ void __launch_bounds__(kReduceThreads) all_reduce_ll128(const __grid_constant__ ReduceArgs args) {
   grid_dependency_wait();
   launch_dependents();
-  char* own = args.inboxes[args.rank];
-  InboxHeader* header = reinterpret_cast<InboxHeader*>(own);
+  char* own = args.buffers[args.rank];
+  IpcBufferHeader* header = reinterpret_cast<IpcBufferHeader*>(own);
   unsigned epoch = next_epoch(load_fresh(&header->epochs[blockIdx.x]));
   int warp = (blockIdx.x * kReduceThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
   if (warp * kWarpChunks < args.chunks) {
@@ -68,32 +68,32 @@ __global__ void __launch_bounds__(kReduceThreads) all_reduce_ll128(const __grid_
     auto place = [&](int rank) {
       return ll128_place(args.ranks, epoch & 1, rank) + int64_t{warp} * 2 * kStoreBytes + lane * kChunk;
     };
-    Chunks data[kMostRanks];
+    Chunks data[kMaxRanks];
     Chunks mine = load(args.x);
     unsigned missing = 0;
 #pragma unroll
-    for (int rank = 0; rank < kMostRanks; ++rank) {
+    for (int rank = 0; rank < kMaxRanks; ++rank) {
       data[rank] = mine;
       if (rank >= args.ranks || rank == args.rank) continue;
-      send_lines(args.inboxes[rank] + place(args.rank), mine, ends_line, epoch);
+      send_lines(args.buffers[rank] + place(args.rank), mine, ends_line, epoch);
       missing |= 1u << rank;
     }
     Chunks residual = args.residual ? load(args.residual) : Chunks{};
-    Patience patience(header);
+    Timeout timeout(header);
     while (missing) {
 #pragma unroll
-      for (int rank = 0; rank < kMostRanks; ++rank) {
+      for (int rank = 0; rank < kMaxRanks; ++rank) {
         if ((missing >> rank & 1) && receive_lines(own + place(rank), data[rank], ends_line, epoch)) {
           missing &= ~(1u << rank);
         }
       }
-      if (missing && __any_sync(kAllLanes, patience.ends(__ffs(missing) - 1, args.fatal))) break;
+      if (missing && __any_sync(kAllLanes, timeout.ends(__ffs(missing) - 1, args.fatal))) break;
     }
-    uint4 of_ranks[kMostRanks];
+    uint4 of_ranks[kMaxRanks];
     auto sum = [&](uint4 added, uint4 Chunks::* chunk) {
 #pragma unroll
-      for (int rank = 0; rank < kMostRanks; ++rank) of_ranks[rank] = data[rank].*chunk;
-      return sum_of<T, kMostRanks>(added, args.residual, of_ranks, args.ranks);
+      for (int rank = 0; rank < kMaxRanks; ++rank) of_ranks[rank] = data[rank].*chunk;
+      return sum_of<T, kMaxRanks>(added, args.residual, of_ranks, args.ranks);
     };
     if (has_first) args.out[first] = sum(residual.first, &Chunks::first);
     if (has_second) args.out[second] = sum(residual.second, &Chunks::second);
