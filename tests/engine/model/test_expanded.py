@@ -21,6 +21,7 @@ from server.engine.runtime.model.projections import NF4Linear, replace_projectio
 from server.engine.runtime.preparation import expansion
 from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, SamplingParams
+from tests.nf4_kernels.cuda.cuda_weights import HOPPER
 
 MODEL = Path(__file__).parents[3] / "bench" / "models" / "qwen3-8b"
 SMALL = {
@@ -152,7 +153,7 @@ def test_copies_that_cannot_be_used_or_do_not_fit_are_refused_by_name(monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("large", "used_from"), [(expanded.LARGE, MANY), (1, 257)])
+@pytest.mark.parametrize(("large", "used_from"), [(expanded.LARGE, MANY), pytest.param(1, 257, marks=HOPPER)])
 def test_steps_with_copies_give_what_steps_by_codes_give(
     large: int, used_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
