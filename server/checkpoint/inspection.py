@@ -104,13 +104,19 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     config = read_json(folder / "config.json")
     model_type = config.get("model_type")
     architectures = config.get("architectures")
-    if not isinstance(model_type, str) or not isinstance(architectures, list) or not architectures:
-        raise CheckpointError(f"{folder / 'config.json'}: names no model_type or no architectures")
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"{folder / 'config.json'}: names no model_type")
+    if not isinstance(architectures, list) or not architectures:
+        raise CheckpointError(f'{folder / "config.json"}: names no architectures, such as ["LlamaForCausalLM"]')
     if config.get("is_encoder_decoder"):
         raise CheckpointError(
             f"{folder}: {architectures[0]} is an encoder-decoder model; only decoder-only ones are served"
         )
     settings = _quantization_settings(config)
+    if settings is None and (folder / "hf_quant_config.json").exists():
+        # Older releases of NVIDIA's ModelOpt say so there alone.
+        method = (read_json(folder / "hf_quant_config.json").get("quantization") or {}).get("quant_algo")
+        raise CheckpointError(f"{folder}: quantized by ModelOpt with {method} (hf_quant_config.json); {_NEEDED}")
     _refuse_other_quantizations(folder, settings)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     files = tuple(weight_files(folder))

@@ -56,6 +56,19 @@ def test_other_quantizations_are_refused_by_name(tmp_path: Path, quantization: d
     assert reason in refused(write(tmp_path, quantization))
 
 
+def test_a_quantization_beside_the_configuration_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    assert "quantized by ModelOpt with NVFP4" in refused(write(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["model_type", "architectures"])
+def test_what_a_configuration_lacks_is_named(tmp_path: Path, key: str) -> None:
+    config = json.loads((write(tmp_path) / "config.json").read_text())
+    del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert f"names no {key}" in refused(tmp_path)
+
+
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     assert "decoder-only" in refused(write(tmp_path, is_encoder_decoder=True))
 
