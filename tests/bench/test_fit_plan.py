@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.kernels import fit_plan
-from nf4_kernels.plan.wgmma import WGMMA_COSTS, WGMMA_INSTANCES, WgmmaCosts, wgmma_candidates, wgmma_cost
+from nf4_kernels.plan.wgmma import WGMMA_COSTS, WGMMA_INSTANCES, Wgmma, WgmmaCosts, wgmma_candidates, wgmma_cost
 
 SHAPES = [(8192, 8192), (25600, 5120), (5120, 25600), (6144, 4096), (1024, 8192), (28672, 8192), (4096, 14336)]
 # Of each instance some for one to six of its tiles.
@@ -36,19 +36,29 @@ def launches(noise: float) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize(("noise", "allowed"), [(0.0, 0.001), (0.01, 0.12)])
-def test_the_costs_that_launches_were_made_from_are_found(noise: float, allowed: float) -> None:
-    found = fit_plan.fit(fit_plan.launches_of({"launches": launches(noise)}), MULTIPROCESSORS)
+def test_the_costs_that_launches_were_made_from_are_found() -> None:
+    found = fit_plan.fit(fit_plan.launches_of({"launches": launches(0.0)}), MULTIPROCESSORS)
     assert found.keys() == WGMMA_COSTS.keys()
     for instance, fitted in found.items():
         assert fitted.launches > 50
-        assert fitted.rms == pytest.approx(noise, rel=0.2, abs=1e-6)
-        for name, true in dataclasses.asdict(WGMMA_COSTS[instance]).items():
-            # A k step is most of a launch, and known best.
-            close = allowed / 10 if name == "step" else allowed
-            small = ("launch", "reduction_early", "reduction_late", "reduction_part", "wave")
-            slack = 0.3 if noise and name in small else 0.01
-            assert getattr(fitted.costs, name) == pytest.approx(true, rel=close, abs=slack), (instance, name)
+        assert fitted.rms < 1e-6
+        expected = dataclasses.asdict(WGMMA_COSTS[instance])
+        assert dataclasses.asdict(fitted.costs) == pytest.approx(expected, rel=1e-3, abs=0.01), instance
+
+
+def test_noisy_launches_give_costs_that_predict_the_times_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within half of the noise. Single costs are known less well: some make up for one another."""
+    noise, exact, errors = 0.01, launches(0.0), dict[tuple[int, int], list[float]]()
+    for instance, fitted in fit_plan.fit(fit_plan.launches_of({"launches": launches(noise)}), MULTIPROCESSORS).items():
+        assert fitted.rms == pytest.approx(noise, rel=0.2)
+        monkeypatch.setitem(WGMMA_COSTS, instance, fitted.costs)
+    for row in exact:
+        choice = Wgmma(*(int(row[field.name]) for field in dataclasses.fields(Wgmma)))
+        found = wgmma_cost(choice, int(row["m"]), int(row["n"]), int(row["k"]), MULTIPROCESSORS)
+        errors.setdefault((choice.tokens, choice.groups), []).append(found / row["microseconds"] - 1)
+    assert errors.keys() == WGMMA_COSTS.keys()
+    for instance, own in errors.items():
+        assert sum(error**2 for error in own) < len(own) * (noise / 2) ** 2, instance
 
 
 def test_a_file_in_and_a_table_out(
