@@ -2,6 +2,7 @@
 // plan names.
 #include "../device.cuh"
 #include "instances.cuh"
+#include "launch.cuh"
 #include "linear_mma.cuh"
 #include "norm.cuh"
 #include "whole/launch.cuh"
@@ -13,21 +14,8 @@ namespace {
 template <typename T, int kWarps, int kTiles>
 cudaError_t launch_instance(const MmaArgs& args, int grid, cudaStream_t stream) {
   using Shape = MmaShape<kWarps, kTiles>;
-  auto* kernel = linear_mma<T, kWarps, kTiles>;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotal);
-  if (status != cudaSuccess) return status;
-  // Thread blocks of split tiles wait for one another, so all of them must run at the same time.
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(Shape::kThreads);
-  config.dynamicSmemBytes = Shape::kTotal;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  // Thread blocks of split tiles wait for one another.
+  return launch_blocks(linear_mma<T, kWarps, kTiles>, args, grid, Shape::kThreads, Shape::kTotal, true, stream);
 }
 
 template <int kWarps, int kTiles>

@@ -1,5 +1,6 @@
 // Launches the instance of linear_mma_wide.cuh that the plan names.
 #include "launch.cuh"
+#include "../launch.cuh"
 #include "linear_mma_wide.cuh"
 
 namespace nf4 {
@@ -9,20 +10,7 @@ template <typename T, typename Shape>
 cudaError_t launch_instance(const MmaArgs& args, int grid, cudaStream_t stream) {
   int tiles = (args.n + Shape::kRows - 1) / Shape::kRows * args.token_tiles;
   if (grid != tiles * args.parts || args.share < 1) return cudaErrorInvalidValue;
-  auto* kernel = linear_mma_wide<T, Shape>;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotal);
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = args.parts > 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(Shape::kThreads);
-  config.dynamicSmemBytes = Shape::kTotal;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  return launch_blocks(linear_mma_wide<T, Shape>, args, grid, Shape::kThreads, Shape::kTotal, args.parts > 1, stream);
 }
 
 template <typename Shape>
