@@ -114,7 +114,7 @@ class EngineConfig(Section):
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random NF4 weights for the folder's config.json, for benchmarks."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
-    """Seconds that the engine may take to start."""
+    """Seconds that the engine may take to start; beyond them, the server ends."""
     standby: bool | None = None
     """Keep a process that has imported what an engine needs, for when the engine dies; None: on CPU."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -32,14 +31,14 @@ class EngineRun:
 
     async def until_end(self, start_timeout_s: float) -> tuple[str, bool, bool]:
         """Wait for the end: (why it ended, whether another start is pointless, was it ready)."""
-        started = time.monotonic()
         reader = asyncio.create_task(self._read(), name="engine-reader")
         exited = asyncio.create_task(self._process.wait(), name="engine-exit")
         starting = asyncio.create_task(self._ready.wait(), name="engine-ready")
         try:
             await asyncio.wait({reader, exited, starting}, timeout=start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not (self._ready.is_set() or exited.done() or reader.done()):
-                return f"it was not ready after {time.monotonic() - started:.0f} s", False, False
+                # Another start has the same time.
+                return f"the engine was not ready after {start_timeout_s:g} s (start_timeout_s)", True, False
             if self._ready.is_set():
                 self._when_ready()
             await asyncio.wait({reader, exited}, return_when=asyncio.FIRST_COMPLETED)
