@@ -111,7 +111,7 @@ SERVED: dict[str, Settings] = {
     "exaone4_5": {},
     "exaone_moe": {},
     "flex_olmo": {},
-    "flint": {},
+    "flint": {"layer_types": _KINDS, "sliding_window": 12},
     "fuyu": {},
     "gemma4_unified": {
         "text_config": {"use_bidirectional_attention": "vision", "layer_types": _KINDS, "sliding_window": 12,
@@ -229,7 +229,7 @@ WRITTEN = frozenset((
     "gemma4_unified", "gemma4_unified_text", "granitemoe_swa", "granitemoeshared",
     "apertus1p5", "apertus1p5_text", "aria", "aria_text", "cohere2_vision", "cohere_compass", "cohere_compass_text",
     "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "dots1", "emu3",
-    "ernie4_5_moe", "exaone", "exaone4_5", "exaone_moe", "flex_olmo", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
+    "ernie4_5_moe", "exaone", "exaone4_5", "exaone_moe", "flex_olmo", "flint", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
     "glmga", "got_ocr2", "granite4_vision", "granite_docling", "granite_swa", "hunyuan_vl", "hyperclovax_vision_v2",
     "idefics2", "iquestcoder", "janus", "kolibri1", "lighton_ocr", "llava_next_video", "llava_onevision", "mellum",
     "moss_transcribe_diarize", "ovis2", "paddleocr_vl", "phi4_multimodal", "pp_chart2table", "qianfan_ocr",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,9 @@ def saved(family: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", with_rest(SERVED, QUICK))
-def test_families_in_nf4(family: str, tmp_path: Path) -> None:
-    """As on a server: with written layers, if the family has them."""
+def test_families_in_nf4(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a server: with written layers, if the family has them; the log says in a line why it has none."""
+    caplog.set_level(logging.INFO)
     folder = saved(family, tmp_path / "model")
     reference = reference_model(folder, tmp_path / "reference")
     config = CONFIG.model_copy(update={"enforce_eager": False})
@@ -62,6 +64,7 @@ def test_families_in_nf4(family: str, tmp_path: Path) -> None:
     layers = decoder_layers(runner._paged.model)
     assert any("forward" in vars(layer) for layer in layers) == (family in WRITTEN)
     check_answers(reference, answers(runner, config))
+    assert not [record for record in caplog.records if record.exc_info or record.levelno > logging.WARNING]
 
 
 @pytest.mark.parametrize("family", WRONG_POSITIONS)

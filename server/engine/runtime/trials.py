@@ -13,8 +13,14 @@ logger = logging.getLogger(__name__)
 _DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
+class DifferenceError(Exception):
+    """What is tried computes something else, as the message says."""
+
+
 def failure(attempt: Callable[[], object], *unsuitable: type[Exception]) -> str | None:
-    """Why attempt() fails, in one line; None where it does not. Other errors than unsuitable ones are logged in full.
+    """Why attempt() fails, in one line; None where it does not.
+
+    Other errors than unsuitable ones and differences have their type in it, and a traceback in a log of level debug.
 
     Raises torch.OutOfMemoryError and torch.AcceleratorError, which say nothing about what is tried.
     """
@@ -22,10 +28,10 @@ def failure(attempt: Callable[[], object], *unsuitable: type[Exception]) -> str 
         attempt()
     except _DEVICE_ERRORS:
         raise
-    except unsuitable as e:
-        return first_line(e)
     except Exception as e:
-        logger.info("what was tried fails", exc_info=True)
+        if isinstance(e, (DifferenceError, *unsuitable)):
+            return first_line(e)
+        logger.debug("what was tried fails", exc_info=True)
         return summary(e)
     return None
 

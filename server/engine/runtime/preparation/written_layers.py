@@ -27,7 +27,7 @@ from server.engine.runtime.model.decoder import decoder_layers, outer_modules
 from server.engine.runtime.model.weight_order import set_weight_order
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps
-from server.engine.runtime.trials import failure
+from server.engine.runtime.trials import DifferenceError, failure
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def _use_small_steps(
         for batch, logits in zip(batches, expected, strict=True):
             wrong = steps.difference(small.run(batch), logits, batch.num_tokens)
             if wrong is not None:
-                raise ValueError(f"logits {wrong}")
+                raise DifferenceError(f"logits {wrong}")
         paged.small_steps = small
 
     failed = failure(attempt, UnsuitableError)
@@ -137,7 +137,7 @@ def _use_small_steps(
 def _compare(
     steps: TrialSteps, layers: Sequence[nn.Module], written: Sequence[DecoderLayer], dtype: torch.dtype
 ) -> dict[int, int]:
-    """Run steps by the layers' own code, and each written layer on what its own was given. Raises ValueError.
+    """Run steps by the layers' own code, and each written layer on what its own was given. Raises DifferenceError.
 
     Returns how many outputs those have that give a tuple of them.
     """
@@ -195,7 +195,7 @@ class _Comparison:
 
 
 def _check(comparisons: Sequence[_Comparison]) -> None:
-    """Raise ValueError if written layers differ from transformers' own by more than rounding.
+    """Raise DifferenceError if written layers differ from transformers' own by more than rounding.
 
     A router chooses another expert for some tokens by rounding: for one in twelve with 128 random experts in bfloat16. So
     half of the tokens of a layer with a mixture of experts may differ, and a quarter of those of all such layers.
@@ -206,7 +206,7 @@ def _check(comparisons: Sequence[_Comparison]) -> None:
         is_wrong = len(each.failed) > each.count // 2 or 4 * failed > count if each.is_mixture else bool(each.failed)
         if is_wrong and each.failed:
             error, tokens = each.failed[0]
-            raise ValueError(f"layer {each.index} by {error:.1e} with {tokens} tokens")
+            raise DifferenceError(f"layer {each.index} by {error:.1e} with {tokens} tokens")
 
 
 def _put(paged: PagedModel, layers: Sequence[nn.Module], written: Sequence[Callable[..., Any]]) -> Callable[[], None]:
