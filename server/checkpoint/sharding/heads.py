@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.sharding.shards import Part, Shard
+from server.checkpoint.sharding.shards import Part, Shard, heads_of, layer_configs
 from server.checkpoint.sharding.widths import range_of
 
 # A norm between a projection and the split into heads, and the projection.
@@ -20,12 +20,16 @@ def sinks_of(whole: nn.Module, own: nn.Module, shard: Shard) -> dict[str, tuple[
 
     whole, own: the model as it is and the shard (of shard_config()), which may be on the meta device.
     """
-    heads, each = (_config(model).num_attention_heads for model in (whole, own))
+    layers, narrowed = (layer_configs(_config(model)) for model in (whole, own))
+    heads = {(heads_of(layer)[0], heads_of(narrow)[0]) for layer, narrow in zip(layers, narrowed, strict=True)}
     narrow = dict(own.named_parameters())
-    return {
-        name: (range_of(heads, each, shard.rank),)
+    sizes = {
+        name: (parameter.numel(), narrow[name].numel())
         for name, parameter in whole.named_parameters()
-        if tuple(parameter.shape) == (heads,) and tuple(narrow[name].shape) == (each,) and each < heads
+        if parameter.dim() == 1
+    }
+    return {
+        name: (range_of(n, each, shard.rank),) for name, (n, each) in sizes.items() if (n, each) in heads and each < n
     }
 
 

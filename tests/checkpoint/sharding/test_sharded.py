@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -25,7 +27,7 @@ from nf4_kernels import Weight, cpu, cuda, reference
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.dummy import dummy_shard
 from server.checkpoint.loading import load_model
-from server.checkpoint.sharding.heads import norms_of
+from server.checkpoint.sharding.heads import norms_of, sinks_of
 from server.checkpoint.sharding.sharded import load_shard
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, possible_counts, shard_config
 from server.checkpoint.sharding.slices import cut_linear
@@ -226,3 +228,15 @@ def test_parts_keep_their_nested_scales_on_a_gpu(count: int) -> None:
             expected = whole[part.rows[0].start : part.rows[0].stop, part.columns.start : part.columns.stop]
             assert torch.equal(found.cpu(), expected)
             assert linear.nbytes < 1.03 * (linear.out_features * linear.in_features) * (1 / 2 + 1 / 64 + 4 / 64 / 256)
+
+
+def test_sinks_of_layers_with_numbers_of_heads_of_their_own() -> None:
+    model, own = nn.Module(), nn.Module()
+    for module, sizes in ((model, (8, 4)), (own, (4, 2))):
+        layers = [SimpleNamespace(num_attention_heads=size) for size in sizes]
+        text = SimpleNamespace(is_heterogeneous=True, per_layer_config=layers)
+        module.config = SimpleNamespace(get_text_config=lambda text=text: text)
+        for index, size in enumerate(sizes):
+            module.register_parameter(f"sinks{index}", nn.Parameter(torch.zeros(size)))
+        module.norm = nn.LayerNorm(8)
+    assert sinks_of(model, own, Shard(1, 2)) == {"sinks0": (range(4, 8),), "sinks1": (range(2, 4),)}
