@@ -27,6 +27,7 @@ from server.engine.runtime.layers.parts import UnknownLayerError
 from server.engine.runtime.layers.rotary_functions import angle_step
 from server.engine.runtime.layers.spec import read_layer
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
+from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.latents import keep_latents
 from server.engine.runtime.model.projections import replace_projections
 from server.engine.runtime.paged_model import PagedModel
@@ -296,6 +297,9 @@ def test_routers_are_told_apart() -> None:
     softmax = [kinds[family] for family in ("qwen3_moe", "mixtral", "gpt_oss", "olmoe")]
     assert [router.normalised for router in softmax if isinstance(router, SoftmaxRouter)] == [True, True, True, False]
     assert type(kinds["glm4_moe"]) is ModuleRouter
+    router = decoder_layers(tiny_moe("llama4_text"))[-1].get_submodule("feed_forward.router")
+    with pytest.raises(UnknownLayerError, match="Llama4Router does not give weights and experts"):
+        read_router(router)
 
 
 @torch.inference_mode()

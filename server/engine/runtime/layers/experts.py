@@ -12,6 +12,7 @@ from nf4_kernels.cuda.routing import route, route_linear
 from server.engine.runtime import exchange
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm
+from server.engine.runtime.layers.parts import UnknownLayerError
 from server.engine.runtime.layers.projection import Projection
 
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -168,19 +169,24 @@ class ModuleRouter:
 def read_router(module: nn.Module, expert_bias: torch.Tensor | None = None) -> Router:
     """The router that a module is, found by what it gives for random input; else its own code.
 
-    expert_bias: what it takes after x, if that is not a part of it.
+    expert_bias: what it takes after x, if that is not a part of it. Raises UnknownLayerError.
     """
     if expert_bias is not None:
         return ModuleRouter(module, expert_bias)
     weight, bias, top_k = (getattr(module, name, None) for name in ("weight", "bias", "top_k"))
     own = ModuleRouter(module)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not isinstance(top_k, int) or top_k < 2:
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not isinstance(top_k, int):
         return own
     correction = getattr(module, "e_score_correction_bias", None)
     random = torch.Generator(device="cpu").manual_seed(top_k)
     # Of few choices most may be the same by chance if the class divides its experts into groups first.
     x = torch.randn(64 if isinstance(correction, torch.Tensor) else 8, weight.shape[1], generator=random).to(weight)
-    weights, experts = own(x)
+    try:
+        weights, experts = own(x)
+    except ValueError as e:  # Llama 4's gives factors of the experts' inputs
+        raise UnknownLayerError(f"{type(module).__name__} does not give weights and experts") from e
+    if top_k < 2:
+        return own
     if isinstance(correction, torch.Tensor) and bias is None:
         return _sigmoid_router(weight, correction, x, weights, experts) or own
     for normalised in (True, False):
