@@ -22,7 +22,7 @@ from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span, Spans
 from tests.engine.attention.complex_rotary import rotated
-from tests.engine.attention.test_paged_cuda import BLOCK, CAPPED, DEVICE, PLAIN, make_batch
+from tests.engine.attention.paged_steps import BLOCK, CAPPED, DEVICE, PLAIN, make_batch
 
 pytestmark = pytest.mark.gpu
 FLASHINFER = pytest.mark.skipif(not importlib.util.find_spec("flashinfer"), reason="needs FlashInfer")
