@@ -25,7 +25,7 @@ from nf4_kernels.format import block_scales
 TOKENS = (
     1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 128, 144, 160, 200, 240, 256, 300, 440, 512, 700, 900, 1024, 2048, 4096
 )  # fmt: skip
-# (N, K) of every projection: q, k and v, o, gate and up, down.
+# (N, K) of every projection: q, k and v, o, gate and up, down; of Llama-3.1-8B joined, as the server computes them.
 MODELS = {
     "Qwen3-32B": {"q": (8192, 5120), "kv": (1024, 5120), "o": (5120, 8192), "up": (25600, 5120), "down": (5120, 25600)},
     "Gemma-3-27B": {
@@ -35,6 +35,7 @@ MODELS = {
         "up": (21504, 5376),
         "down": (5376, 21504),
     },
+    "Llama-3.1-8B": {"qkv": (6144, 4096), "o": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)},
     "Llama-3.3-70B": {"q": (8192, 8192), "kv": (1024, 8192), "up": (28672, 8192), "down": (8192, 28672)},
 }
 BLOCKSIZE = 64
