@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from server.text.dialect import EFFORTS, Dialect, Effort
+from server.text.dialect import EFFORTS, NAMED, Dialect, Effort
 from server.text.errors import PromptError
 from server.text.guard import SpecialTextGuard
-from server.text.histories import one_call_each, with_descriptions, with_thought_content, with_written_calls
+from server.text.histories import (
+    one_call_each,
+    python_calls,
+    with_argument_texts,
+    with_descriptions,
+    with_thought_content,
+    with_written_calls,
+)
 from server.text.image_marks import IMAGE, in_parts
 
 # Names that transformers or the template's sandbox give a meaning of their own.
@@ -43,15 +50,23 @@ class ChatTemplate:
             {*(token.content for token in added if token.special), *tokenizer.all_special_tokens},
             {token.content for token in added}.intersection(self.dialect.marks),
         )
-        self._shows_thinking = "message.thinking" in (self._source_with_tools or "")
-        self._shows_calls = "tool_calls" in (self._source_with_tools or "")
+        source = self._source_with_tools or ""
+        self._thoughts = [name for name in ("thinking", "tool_plan") if f"message.{name}" in source]
+        """Names that the template has for what others call reasoning_content (gpt-oss', Cohere's)."""
+        self._knows_developer = self._takes_system = self._takes_late_system = self._takes_any_id = True
+        self._wants_parts, self._takes_arguments = False, True
+        self._written_calls: Callable[[Sequence[tuple[str, Any]]], str] | None = None
+        """What writes calls that the template does not show."""
         self._wants_parts = self.source is not None and self._only_takes_parts()
         self._knows_developer = self.source is not None and "developer" in self.source
-        self._takes_system = self._takes_late_system = self._takes_any_id = True
         if self.source is not None:
+            known, another = "abc123456", "call_abc-0123456789"
+            self._takes_arguments = self._takes_call(known) or not self._takes_call(known, as_text=True)
             self._takes_system = self._shows("system", "user", in_order=False)
             self._takes_late_system = self._shows("system", "system", "user", "system", "assistant", "user", "system")
-            self._takes_any_id = self._takes_call("call_abc-0123456789") or not self._takes_call("abc123456")
+            self._takes_any_id = self._takes_call(another) or not self._takes_call(known)
+            if not self._takes_call(known, shown=True):
+                self._written_calls = self._call_writer()
 
     def render(
         self,
@@ -79,14 +94,16 @@ class ChatTemplate:
             raise PromptError(f"{sorted(reserved)[0]!r} cannot be set through chat_template_kwargs")
         messages = [self._prepared(message) for message in messages]
         tools = self.guard.mark(list(tools))
-        if self.dialect.family == "generic":
+        if not self.dialect.shows_tools:
             messages, tools = self.dialect.with_tools(messages, tools), ()
-        elif self.dialect.family == "lfm2" and not self._shows_calls:
-            messages = [with_written_calls(message) for message in messages]
+        if self._written_calls is not None:
+            messages = [with_written_calls(message, self._written_calls) for message in messages]
         elif self.dialect.family == "harmony":
             messages, tools = one_call_each(messages), with_descriptions(tools)
         elif self.dialect.family == "gemma4":
             messages = list(map(with_thought_content, messages))
+        if not self._takes_arguments:
+            messages = list(map(with_argument_texts, messages))
         if not self._takes_late_system:
             messages = _with_early_system(messages)
         if not self._takes_system:
@@ -152,8 +169,8 @@ class ChatTemplate:
         prepared = dict(self.guard.mark(message, marks=message["role"] in ("user", "tool")))
         if prepared["role"] == "developer" and not self._knows_developer:
             prepared["role"] = "system"  # its older name, with the same meaning
-        if self._shows_thinking and "reasoning_content" in prepared:
-            prepared["thinking"] = prepared["reasoning_content"]
+        if "reasoning_content" in prepared:
+            prepared |= dict.fromkeys(self._thoughts, prepared["reasoning_content"])
         if not self._takes_any_id:
             calls = [{**call, "id": _short_id(call["id"])} for call in prepared.get("tool_calls", ())]
             prepared |= {"tool_calls": calls} if calls else {}
@@ -171,8 +188,6 @@ class ChatTemplate:
 
     def _only_takes_parts(self) -> bool:
         """Whether the template drops a content that is a string, and shows one that is a list of parts."""
-        self._wants_parts = False
-        self._knows_developer = self._takes_system = self._takes_late_system = self._takes_any_id = True
         if self._shows("user"):
             return False
         self._wants_parts = True
@@ -188,19 +203,32 @@ class ChatTemplate:
         places = [text.find(probe) for probe in probes]
         return -1 not in places and (not in_order or places == sorted(places))
 
-    def _takes_call(self, call_id: str) -> bool:
-        """Whether the template takes a conversation with a call of this id."""
-        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
+    def _call_writer(self) -> Callable[[Sequence[tuple[str, Any]]], str] | None:
+        if self.dialect.family == "lfm2":
+            return python_calls
+        notation = NAMED.get(self.dialect.family)
+        return None if notation is None else notation.written
+
+    def _takes_call(self, call_id: str, *, as_text: bool = False, shown: bool = False) -> bool:
+        """Whether the template takes a conversation with a call of this id, and shows its name.
+
+        as_text: with arguments that are a text, not an object.
+        """
+        call = {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": f"{_PROBE}f", "arguments": "{}" if as_text else {}},
+        }
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": _PROBE},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": _PROBE, "tool_call_id": call_id, "name": "f"},
         ]
         try:
-            self.render(messages)
+            text = self.render(messages)
         except PromptError:
             return False
-        return True
+        return f"{_PROBE}f" in text or not shown
 
 
 def _short_id(call_id: str) -> str:

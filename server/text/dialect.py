@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from server.text.calls.json_calls import JsonToolParser
 from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call, read_python_calls
-from server.text.calls.mistral_calls import MistralToolParser
+from server.text.calls.named_calls import APERTUS, DEEPSEEK, DEEPSEEK_R1, MISTRAL, Named, NamedToolParser
 from server.text.calls.parser import ToolParser
 from server.text.calls.tagged_calls import GLM, MINIMAX, SEED, XML, TaggedToolParser, Tags
 from server.text.harmony import CALL, HarmonySplitter
@@ -18,10 +18,13 @@ from server.text.harmony import MARKS as HARMONY_MARKS
 from server.text.reasoning import MARKS, ReasoningMarks, ReasoningSplitter
 
 Family = Literal[
-    "hermes", "nemotron", "phi", "granite", "xml", "seed", "minimax", "glm", "lfm2", "llama", "mistral", "gemma", "gemma4",
-    "harmony", "generic",
+    "hermes", "nemotron", "phi", "granite", "cohere", "xml", "seed", "minimax", "glm", "lfm2", "llama", "mistral",
+    "deepseek", "deepseek_r1", "apertus", "gemma", "gemma4", "harmony", "generic",
 ]  # fmt: skip
 _TAGS: dict[Family, Tags] = {"xml": XML, "seed": SEED, "minimax": MINIMAX, "glm": GLM}
+NAMED: dict[Family, Named] = {
+    "mistral": MISTRAL, "deepseek": DEEPSEEK, "deepseek_r1": DEEPSEEK_R1, "apertus": APERTUS,
+}  # fmt: skip
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much a model thinks, as OpenAI's API says it."""
@@ -36,15 +39,18 @@ _INSTRUCTIONS = """You may call one or more functions to help the user. Here are
 {tools}
 </tools>
 
-For each function call, return a JSON object with the function's name and arguments within <tool_call></tool_call> tags:
+{how}"""
+_IN_JSON = """For each function call, return a JSON object with the function's name and arguments within \
+<tool_call></tool_call> tags:
 <tool_call>
-{{"name": "function-name", "arguments": {{"argument": "value"}}}}
+{"name": "function-name", "arguments": {"argument": "value"}}
 </tool_call>"""
+_AS_EXAMPLE = "To call functions, write their names and their arguments as JSON in exactly this form:\n{example}"
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """One model's way of writing. family is generic where the template has no place for tools."""
+    """One model's way of writing. family is generic where the template has no place for tools and shows no notation."""
 
     family: Family
     reasoning: ReasoningMarks | None
@@ -53,6 +59,8 @@ class Dialect:
     switches: bool = False
     """Whether the template has enable_thinking, which may be beside reasoning_effort."""
     named_mistral: bool = False
+    shows_tools: bool = True
+    """Whether the template has a place for tools."""
 
     @classmethod
     def of(cls, template: str | None, tokens: Sequence[str]) -> Dialect:
@@ -66,7 +74,9 @@ class Dialect:
         elif "enable_thinking" in source:
             effort = "enable_thinking"
         switches = "enable_thinking" in source
-        return cls(_family(source), reasoning, effort, switches, named_mistral="[ARGS]" in added)
+        family = _family(source)
+        shows_tools = "tools" in source or family not in ("generic", "deepseek", "deepseek_r1")
+        return cls(family, reasoning, effort, switches, "[ARGS]" in added, shows_tools)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -74,14 +84,16 @@ class Dialect:
         calls: dict[Family, tuple[str, ...]] = {
             **dict.fromkeys(("hermes", "generic"), ("<tool_call>", "</tool_call>")),
             **{family: (tags.start, tags.end) for family, tags in _TAGS.items()},
+            **{family: named.marks for family, named in NAMED.items()},
             "glm": (GLM.start, GLM.end, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
             "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
             "phi": ("<|tool_call|>", "<|/tool_call|>"),
             "granite": ("<|tool_call|>",),
+            "cohere": ("<|START_ACTION|>", "<|END_ACTION|>"),
             "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
             "harmony": HARMONY_MARKS,
             "llama": ("<|python_tag|>",),
-            "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+            "mistral": (*MISTRAL.marks, "[CALL_ID]"),
             "gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
             "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
         }
@@ -111,8 +123,8 @@ class Dialect:
                 return MarkedToolParser("<|tool_call_start|>", "<|tool_call_end|>", read_python_calls)
             case "harmony":
                 return JsonToolParser(CALL, None)
-            case "mistral":
-                return MistralToolParser()
+            case "mistral" | "deepseek" | "deepseek_r1" | "apertus":
+                return NamedToolParser(NAMED[self.family])
             case "gemma":
                 return MarkedToolParser(
                     "<start_function_call>", "<end_function_call>", lambda body: read_gemma_call(body, "<escape>")
@@ -129,7 +141,11 @@ class Dialect:
         if self.reasoning is None:
             return None
         # No thoughts have these by chance.
-        calls = {"hermes": '<tool_call>\n{"name": "', "xml": "<tool_call>\n<function="}
+        calls = {
+            "hermes": '<tool_call>\n{"name": "',
+            "xml": "<tool_call>\n<function=",
+            "apertus": '<|tools_prefix|>[{"',
+        }
         call = calls.get(self.family) if functions else None
         return ReasoningSplitter(self.reasoning, opened=self.thinks_on(prompt), call=call)
 
@@ -142,14 +158,19 @@ class Dialect:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.end)
 
     def with_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
-        """Messages for a template that knows no tools: instructions first, calls and results as text."""
+        """Messages for a template that knows no tools: instructions first, calls and results as text unless it has them."""
         result: list[dict[str, Any]] = []
         if tools:
             leading = list(takewhile(lambda message: message["role"] in ("system", "developer"), messages))
             listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            texts = [*(message.get("content") or "" for message in leading), _INSTRUCTIONS.format(tools=listed)]
+            texts = [
+                *(message.get("content") or "" for message in leading),
+                _INSTRUCTIONS.format(tools=listed, how=self._how),
+            ]
             result.append({"role": "system", "content": "\n\n".join(texts)})
             messages = messages[len(leading) :]
+        if self.family != "generic":
+            return [*result, *map(dict, messages)]
         for message in messages:
             content = message.get("content") or ""
             if message["role"] == "tool":
@@ -171,16 +192,26 @@ class Dialect:
                 result.append(dict(message))
         return result
 
+    @property
+    def _how(self) -> str:
+        """Instructions for a call."""
+        if self.family not in NAMED:
+            return _IN_JSON
+        return _AS_EXAMPLE.format(example=NAMED[self.family].written([("function-name", {"argument": "value"})]))
+
 
 def _family(source: str) -> Family:
     for mark, family in _SIGNS:
         if mark in source:
-            return family
+            return "deepseek_r1" if family == "deepseek" and "```json" in source else family
     return "hermes" if "tools" in source else "generic"
 
 
 _SIGNS: tuple[tuple[str, Family], ...] = (
     ("[TOOL_CALLS]", "mistral"),
+    ("<|START_ACTION|>", "cohere"),
+    ("<｜tool▁calls▁begin｜>", "deepseek"),
+    ("<|tools_prefix|>", "apertus"),
     ("<start_function_call>", "gemma"),
     ("<|tool_call>", "gemma4"),
     ("<|channel|>", "harmony"),

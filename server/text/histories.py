@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from server.text.calls.parser import in_json
 
-def with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its calls in its content, for LFM2's older templates, which do not look at them."""
+
+def with_written_calls(message: Mapping[str, Any], write: Callable[[Sequence[tuple[str, Any]]], str]) -> dict[str, Any]:
+    """A message with its calls in its content, for templates that do not show them. write: names and arguments as text."""
     written = dict(message)
     if calls := written.pop("tool_calls", ()):
-        listed = ", ".join(_python_call(call["function"]) for call in calls)
-        written["content"] = f"{message.get('content') or ''}<|tool_call_start|>[{listed}]<|tool_call_end|>"
+        functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        written["content"] = f"{message.get('content') or ''}{write(functions)}"
     return written
 
 
-def _python_call(function: Mapping[str, Any]) -> str:
-    arguments = function["arguments"]
+def python_calls(calls: Sequence[tuple[str, Any]]) -> str:
+    """Calls as LFM2 writes them."""
+    return f"<|tool_call_start|>[{', '.join(_python_call(*call) for call in calls)}]<|tool_call_end|>"
+
+
+def _python_call(name: str, arguments: Any) -> str:
     if not isinstance(arguments, dict):
-        return f"{function['name']}({arguments})"
+        return f"{name}({arguments})"
     texts = (f"{key}={_python_value(value)}" for key, value in arguments.items())
-    return f"{function['name']}({', '.join(texts)})"
+    return f"{name}({', '.join(texts)})"
 
 
 def _python_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def with_argument_texts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message for templates that join the arguments of calls to other texts (DeepSeek's)."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": in_json(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ class ReasoningMarks:
     end: str
     label: str = ""
     """Text that follows the start mark and is no part of the thoughts."""
+    answer: tuple[str, ...] = ()
+    """Marks around the answer that are no part of it."""
 
     @property
     def opening(self) -> str:
@@ -27,6 +29,12 @@ MARKS = (
     ReasoningMarks("[THINK]", "[/THINK]"),
     ReasoningMarks("<seed:think>", "</seed:think>"),
     ReasoningMarks("<|channel>", "<channel|>", "thought\n"),  # Gemma 4
+    ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    ReasoningMarks(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
 )
 
 
@@ -82,4 +90,12 @@ class ReasoningSplitter:
             text = text.lstrip("\n")
             if text:
                 self._state = "answer"
-        return text
+        if not self._marks.answer:
+            return text
+        pieces: list[str] = []
+        mark: str | None = ""
+        while mark is not None:
+            piece, mark, text = split_at(text, self._marks.answer)
+            pieces.append(piece)
+        self._held = text
+        return "".join(pieces)

@@ -143,6 +143,10 @@ def test_lfm2_shows_calls_that_its_template_does_not_look_at(embedded_folder: Pa
         ("{{ tools }}respond only with <|tool_call|> followed by a JSON list", "granite"),
         ("{{ tools }}<|tool_call_start|>[", "lfm2"),
         ("{{ tools }}<|tool_call>call:", "gemma4"),
+        ("{{ tools }}<|START_ACTION|>[", "cohere"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>\n```json", "deepseek_r1"),
+        ("{{ tools }}<|tools_prefix|>", "apertus"),
         ("{{ messages }}", "generic"),
     ],
 )

@@ -18,6 +18,10 @@ DIALECTS = {
     "llama": Dialect("llama", None, None),
     "mistral": Dialect("mistral", None, None),
     "named mistral": Dialect("mistral", None, None, named_mistral=True),
+    "deepseek": Dialect("deepseek", None, None),
+    "deepseek_r1": Dialect("deepseek_r1", None, None),
+    "apertus": Dialect("apertus", None, None),
+    "cohere": Dialect("cohere", None, None),
     "gemma": Dialect("gemma", None, None),
     "gemma4": Dialect("gemma4", None, None),
     "xml": Dialect("xml", None, None),
@@ -56,6 +60,21 @@ def written(dialect: Dialect, calls: Calls) -> str:
             return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in calls)
         case "mistral":
             return "[TOOL_CALLS]" + json.dumps([{"name": name, "arguments": given} for name, given in calls])
+        case "deepseek":
+            each = [f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(a)}<｜tool▁call▁end｜>" for name, a in calls]
+            return f"<｜tool▁calls▁begin｜>{''.join(each)}<｜tool▁calls▁end｜>"
+        case "deepseek_r1":
+            head, tail = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```<｜tool▁call▁end｜>"
+            listed = "\n".join(f"{head}{name}\n```json\n{json.dumps(given)}{tail}" for name, given in calls)
+            return f"<｜tool▁calls▁begin｜>{listed}<｜tool▁calls▁end｜>"
+        case "apertus":
+            return f"<|tools_prefix|>{json.dumps([{name: given} for name, given in calls])}<|tools_suffix|>"
+        case "cohere":
+            objects = [
+                json.dumps({"tool_call_id": str(i), "tool_name": name, "parameters": given})
+                for i, (name, given) in enumerate(calls)
+            ]
+            return "<|START_ACTION|>[\n    " + ",\n    ".join(objects) + "\n]<|END_ACTION|>"
         case "llama":
             return "".join(json.dumps({"name": name, "parameters": given}) for name, given in calls)
         case "lfm2" | "nemotron" | "granite":
@@ -155,7 +174,7 @@ REFERENCES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", REFERENCES)
-@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "named mistral"])
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "named mistral", "apertus", "cohere"])
 def test_a_schema_means_the_same_beside_others(tokenizer: LLTokenizer, name: str, kind: str) -> None:
     """Schemas of several tools that name their parts alike, alone and with a form of the answer."""
     dialect, (schema, value) = DIALECTS[name], REFERENCES[kind]

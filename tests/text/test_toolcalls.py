@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from server.text.answer import AnswerParser
 from server.text.calls.json_calls import JsonToolParser
 from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call, read_python_calls
-from server.text.calls.mistral_calls import MistralToolParser
+from server.text.calls.named_calls import MISTRAL, NamedToolParser
 from server.text.calls.parser import ToolParser
 from server.text.calls.tagged_calls import GLM, MINIMAX, SEED, XML, TaggedToolParser
 from server.text.reasoning import MARKS, ReasoningSplitter
@@ -68,6 +68,10 @@ def nemotron() -> ToolParser:
 
 def lfm2() -> ToolParser:
     return MarkedToolParser("<|tool_call_start|>", "<|tool_call_end|>", read_python_calls)
+
+
+def mistral() -> ToolParser:
+    return NamedToolParser(MISTRAL)
 
 
 Outcome = tuple[str, list[tuple[str, str]]]
@@ -138,14 +142,14 @@ CASES: list[tuple[Callable[[], ToolParser], str, Outcome]] = [
     (llama, "\n{x} is a set", ("\n{x} is a set", [])),
     (llama, "<|python_tag|>print(1)", ("<|python_tag|>print(1)", [])),
     (llama, "Here: {}", ("Here: {}", [])),
-    (MistralToolParser, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+    (mistral, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
      ("", [("f", '{"a": 1}'), ("g", "{}")])),
-    (MistralToolParser, 'Hm.[TOOL_CALLS]f[ARGS]{"a": "}"}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{}',
+    (mistral, 'Hm.[TOOL_CALLS]f[ARGS]{"a": "}"}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{}',
      ("Hm.", [("f", '{"a": "}"}'), ("g", "{}")])),
-    (MistralToolParser, '[TOOL_CALLS]f[ARGS]{"name": 3, "b": "\\"}"}', ("", [("f", '{"name": 3, "b": "\\"}"}')])),
-    (MistralToolParser, '[TOOL_CALLS]f[ARGS]{"a": [1', ("", [("f", '{"a": [1')])),
-    (MistralToolParser, "[TOOL_CALLS]f[ARG", ("[TOOL_CALLS]f[ARG", [])),
-    (MistralToolParser, "plain [text]", ("plain [text]", [])),
+    (mistral, '[TOOL_CALLS]f[ARGS]{"name": 3, "b": "\\"}"}', ("", [("f", '{"name": 3, "b": "\\"}"}')])),
+    (mistral, '[TOOL_CALLS]f[ARGS]{"a": [1', ("", [("f", '{"a": [1')])),
+    (mistral, "[TOOL_CALLS]f[ARG", ("[TOOL_CALLS]f[ARG", [])),
+    (mistral, "plain [text]", ("plain [text]", [])),
     (gemma, "<start_function_call>call:f{a:<escape>x: {y}<escape>,b:[1,2],c:{d:true}}<end_function_call>",
      ("", [("f", '{"a": "x: {y}", "b": [1, 2], "c": {"d": true}}')])),
     (xml, "Sure.\n" + xml_call(a='x "y"\n</z>\n', n=3, o='{"k": [1]}', u="null", b=True, e=1) + "\n" + xml_call("g"),
@@ -205,9 +209,9 @@ def test_any_arguments(value: object, step: int) -> None:
 @given(text=st.text('<>/tol_ca{}[]": nme\n', max_size=60), step=st.integers(1, 5))
 @settings(deadline=None)
 def test_nothing_gets_lost_or_raises(text: str, step: int) -> None:
-    for make in (hermes, llama, MistralToolParser, gemma, xml, lfm2):
+    for make in (hermes, llama, mistral, gemma, xml, lfm2):
         content, calls = parse(make(), text, step)
-        assert calls or make is MistralToolParser or content.strip() == text.strip()
+        assert calls or make is mistral or content.strip() == text.strip()
 
 
 @pytest.mark.parametrize("step", [1, 3, 100])
@@ -240,8 +244,8 @@ LONG = {
     "a string": (hermes, '<tool_call>{"name": "f", "arguments": ESCAPED}</tool_call>'),
     "no call": (llama, '{"arguments": ARGUMENTS, "name": "Ann"}'),
     "llama": (llama, '{"name": "f", "parameters": ARGUMENTS}'),
-    "mistral": (MistralToolParser, '[TOOL_CALLS][{"name": "f", "arguments": ARGUMENTS}]'),
-    "named mistral": (MistralToolParser, "[TOOL_CALLS]f[ARGS]ARGUMENTS"),
+    "mistral": (mistral, '[TOOL_CALLS][{"name": "f", "arguments": ARGUMENTS}]'),
+    "named mistral": (mistral, "[TOOL_CALLS]f[ARGS]ARGUMENTS"),
     "gemma": (gemma, "<start_function_call>call:f{a:<escape>VALUE<escape>}<end_function_call>"),
     "xml": (xml, xml_call(a="VALUE")),
     "xml's object": (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -28,6 +29,11 @@ def call_id() -> str:
 def short_call_id() -> str:
     """An id that Mistral's templates take: nine letters and digits."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+
+def in_json(arguments: Any) -> str:
+    """Arguments as a template gets them, which are an object or a text that is none."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 class ToolParser(Protocol):

@@ -30,7 +30,7 @@ def written_out(arguments: Any) -> str:
 
 
 class ObjectScanner:
-    """Reads one `{"name": ..., "arguments": {...}}`, in any order of keys. "parameters" is another name for arguments.
+    """Reads one `{"name": ..., "arguments": {...}}`, in any order of keys. Other names are "parameters" and "tool_name".
 
     Arguments that are not an object (some models write the object once more as a string) come at the end, whole. The time it
     takes grows with the text's length, however the text is cut.
@@ -148,7 +148,7 @@ class ObjectScanner:
         if self._value_begun:
             value = self._taken_literal()
             match self._key if self._of_call else None:
-                case "name":
+                case "name" | "tool_name":
                     self.name = value if isinstance(value, str) else None
                     self.failed = self.name is None
                 case "id" if isinstance(value, str):

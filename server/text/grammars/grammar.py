@@ -9,7 +9,8 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from server.text.dialect import MAX_CALLS, Dialect
+from server.text.calls.named_calls import Named
+from server.text.dialect import MAX_CALLS, NAMED, Dialect
 from server.text.grammars.closing import close_objects
 from server.text.grammars.schemas import mend_schema, schema_literals
 from server.text.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
@@ -22,6 +23,7 @@ _BASE = "https://parameters.invalid/"
 """Base of references in parameters, if these do not say one."""
 
 _COMMA = '","'
+_COHERE_ID = {"tool_call_id": {"type": "string", "pattern": "^[0-9]{1,2}$"}}
 
 MarkId = Callable[[str], int | None]
 """Id of a mark's token; None for a mark that is text to llguidance."""
@@ -58,12 +60,8 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
     mark = _marks(special)
     count = MAX_CALLS if several else 1
     match dialect.family:
-        case "mistral" if dialect.named_mistral:
-            calls = " | ".join(
-                f"{mark('[TOOL_CALLS]')} {_quoted(f['name'])} {mark('[ARGS]')} {_inline(_parameters(f))}"
-                for f in functions
-            )
-            return _lark(f"start: {_repeated('call', count)}\ncall: {calls}", literals)
+        case "deepseek" | "deepseek_r1" | "apertus" | "mistral" if dialect.family != "mistral" or dialect.named_mistral:
+            return _lark(_named(NAMED[dialect.family], functions, mark, count), literals)
         case "mistral":
             calls = _repeated("call", count, r'"," " "?')
             start = f'start: {mark("[TOOL_CALLS]")} "[" {calls} "]"'
@@ -72,6 +70,11 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
             return _lark(_gemma(dialect, functions, mark, count), literals)
         case "llama":
             return _lark(f"start: {_objects(functions, 'parameters')}", literals)
+        case "cohere":
+            opening, closing = map(mark, dialect.marks[:2])
+            calls = _repeated("call", count, r'",\n    "')
+            start = rf'start: {opening} "[\n    " {calls} "\n]" {closing}'
+            return _lark(f"{start}\ncall: {_objects(functions, 'parameters', 'tool_name', _COHERE_ID)}", literals)
         case "lfm2" | "nemotron" | "phi" | "granite":
             # JSON, which LFM2 may write, too: its own notation says nothing about the values' types.
             opening = mark(dialect.marks[0])
@@ -178,8 +181,22 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **close_objects(function.get("parameters") or {})}
 
 
-def _objects(functions: Sequence[Mapping[str, Any]], arguments: str) -> str:
-    """A call of one of the functions as a JSON object, within Lark text.
+def _named(notation: Named, functions: Sequence[Mapping[str, Any]], mark: Callable[[str], str], count: int) -> str:
+    def texts(*given: str) -> str:
+        return " ".join(map(mark, given))
+
+    calls = " | ".join(
+        f"{texts(*notation.before, f['name'], *notation.between)} {_inline(_parameters(f))} {texts(*notation.after)}"
+        for f in functions
+    )
+    several = _repeated("call", count, texts(*notation.separator))
+    return f"start: {texts(*notation.start)} {several} {texts(*notation.end)}\ncall: {calls}"
+
+
+def _objects(
+    functions: Sequence[Mapping[str, Any]], arguments: str, name: str = "name", others: Mapping[str, Any] | None = None
+) -> str:
+    """A call of one of the functions as a JSON object, within Lark text. others: schemas of what it has besides, first.
 
     Each is a document of its own, and parameters in it are by their $id, so that their $ref and $anchor mean what they mean
     to the client. No part of an object is text of ours: the lexer would prefer it to the JSON of an answer's form.
@@ -187,8 +204,12 @@ def _objects(functions: Sequence[Mapping[str, Any]], arguments: str) -> str:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": function["name"]}, arguments: {"$id": _BASE, **_parameters(function)}},
-            "required": ["name", arguments],
+            "properties": {
+                **(others or {}),
+                name: {"const": function["name"]},
+                arguments: {"$id": _BASE, **_parameters(function)},
+            },
+            "required": [*(others or ()), name, arguments],
             "additionalProperties": False,
         }
         for function in functions
