@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import nf4_kernels
 from bench.kernels.clock import Bench
 from bench.kernels.tree import Tree
 from nf4_kernels import Weight, cuda, reference
@@ -137,7 +138,7 @@ def _bitsandbytes() -> Any:
 
 
 def measure(models: Sequence[str], tokens: Sequence[int], repeats: int) -> dict[str, Any]:
-    """The report of a run; every row is printed as soon as it is measured. RuntimeError where the tree cannot be compiled.
+    """The report of a run; a row is on standard error once it is measured. RuntimeError where the tree cannot be compiled.
 
     repeats: launches in a graph; the median of 9 replays counts.
     """
@@ -145,7 +146,7 @@ def measure(models: Sequence[str], tokens: Sequence[int], repeats: int) -> dict[
     bench = Bench(repeats)
     device = torch.cuda.get_device_name()
     copy, rate = bench.copy_bytes_per_us / 1e3, bench.flops_per_us / 1e6
-    print(f"{device}: copy {copy:.0f} GB/s, bf16 matmul {rate:.0f} TFLOP/s")
+    print(f"{device}: copy {copy:.0f} GB/s, bf16 matmul {rate:.0f} TFLOP/s", file=sys.stderr)
     rows: list[Row] = []
     for model in models:
         for name, (n, k) in MODELS[model].items():
@@ -153,9 +154,10 @@ def measure(models: Sequence[str], tokens: Sequence[int], repeats: int) -> dict[
             found = dequantize_rows(bench, model, name, weight, bnb, tree)
             found += linear_rows(bench, model, name, weight, bnb, tokens)
             for row in found:
-                print(_line(row), flush=True)
+                print(_line(row), file=sys.stderr, flush=True)
             rows += found
-    versions = {"torch": torch.__version__, "bitsandbytes": getattr(bnb, "__version__", None)}
+    versions: dict[str, Any] = {"nf4_kernels": nf4_kernels.__version__, "torch": torch.__version__}
+    versions["bitsandbytes"] = getattr(bnb, "__version__", None)
     return {
         "device": device,
         "versions": {**versions, "cuda": torch.version.cuda, "python": platform.python_version()},
