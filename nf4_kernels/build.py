@@ -50,6 +50,8 @@ IS_CHECKOUT = (ROOT / "pyproject.toml").exists()
 """Whether this is the package's source tree; an installed package has no pyproject.toml."""
 CUDA_ARCHS = "80;86;90a;100;120"
 """Targets of a library for every GPU. Capabilities 8.7 and 8.9 run the code of 8.6, as they have as much shared memory."""
+LEAST_ARCH = 80
+"""Older GPUs have no asynchronous copies to shared memory."""
 CHECKED_ARCH = "90a"
 """The target for which every kernel has a body."""
 SYSTEM_NVCC = "/usr/local/cuda/bin/nvcc"
@@ -78,7 +80,7 @@ def find_nvcc() -> str | None:
 
 
 def installed_gpu_archs() -> str:
-    """Targets of the GPUs in this machine, for NF4_CUDA_ARCHS ("90a"); empty if nvidia-smi finds none."""
+    """Targets of the GPUs in this machine, for NF4_CUDA_ARCHS ("90a"); empty if nvidia-smi finds none from 8.0 on."""
     try:
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
@@ -86,8 +88,10 @@ def installed_gpu_archs() -> str:
         return ""
     if done.returncode:
         return ""
-    found = {line.strip().replace(".", "") for line in done.stdout.splitlines() if line.strip()}
-    return ";".join(sorted("90a" if arch == "90" else arch for arch in found))
+    found = {
+        int(line.replace(".", "")) for line in done.stdout.splitlines() if line.replace(".", "").strip().isdecimal()
+    }
+    return ";".join("90a" if arch == 90 else str(arch) for arch in sorted(found) if arch >= LEAST_ARCH)
 
 
 def build_cpu(force: bool = False, folder: Path | None = None, report: Report = say) -> Path:
@@ -243,7 +247,7 @@ def _build_all(force: bool, cpu_only: bool) -> int:
     if cpu_only:
         print("nf4_kernels: CUDA library left out (--cpu-only)")
     elif not os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS):
-        print("nf4_kernels: CUDA library left out: no NVIDIA GPU in this machine")
+        print("nf4_kernels: CUDA library left out: nvidia-smi finds no GPU of capability 8.0 or newer")
     elif nvcc is None:
         print(f"nf4_kernels: CUDA library left out: {NO_NVCC}")
     else:

@@ -7,6 +7,9 @@ import os
 
 import torch
 
+LEAST_CAPABILITY = (8, 0)
+"""Of the oldest GPUs (A100) whose instructions the kernels use."""
+
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability (major, minor) of a CUDA device of this machine, as every choice of kernels sees it.
@@ -22,6 +25,14 @@ def capability(device: torch.device) -> tuple[int, int]:
     if posed > own:
         raise ValueError(f"NF4_POSE_AS names capability {posed[0]}.{posed[1]}, and this GPU has {own[0]}.{own[1]}")
     return posed
+
+
+def too_old(device: torch.device) -> str | None:
+    """Why a CUDA device has no kernels; None if it is new enough."""
+    own = capability(device)
+    if own >= LEAST_CAPABILITY:
+        return None
+    return f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}, and 8.0 or newer is needed"
 
 
 def arch(device: torch.device) -> int:

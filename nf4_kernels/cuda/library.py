@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+from nf4_kernels.cuda.device import too_old
 from nf4_kernels.cuda.device_clock import Clocks
 from nf4_kernels.gated_delta_params import Nf4GatedDelta
 from nf4_kernels.library_files import cuda_library
@@ -184,6 +185,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
 @functools.cache
 def load_error() -> str | None:
     """None where the CUDA kernels can be used; else why not."""
+    if torch.cuda.is_available() and (reason := too_old(torch.device("cuda", torch.cuda.current_device()))) is not None:
+        return reason
     loaded = library()
     if isinstance(loaded, str):
         return loaded

@@ -80,6 +80,14 @@ def test_sources_of_a_room_are_compiled_for_the_gpus_whose_plans_have_its_kernel
     assert build.cuda_archs(build.SOURCES / "cuda" / "mma_sm80" / "linear_mma.cu", ["90a"]) == ["90a"]
 
 
+def test_targets_are_those_of_the_gpus_that_have_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = Path(executable(tmp_path / "bin" / "nvidia-smi"))
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    for said, archs in (("8.9\n12.0\n8.9", "89;120"), ("7.5\n9.0", "90a"), ("7.5", ""), ("[N/A]", ""), ("", "")):
+        smi.write_text(f"#!/bin/sh\nprintf '{said}\n'\n")
+        assert build.installed_gpu_archs() == archs
+
+
 @pytest.fixture
 def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with nvcc and without a GPU, whose nvcc writes down that it was called."""
@@ -98,7 +106,7 @@ def test_without_a_gpu_no_cuda_source_is_compiled(
     monkeypatch.setattr(build, "build_cpu", lambda *_: "libnf4_cpu.so")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert build.main() == 0
-    assert "left out: no NVIDIA GPU" in capsys.readouterr().out
+    assert "left out: nvidia-smi finds no GPU" in capsys.readouterr().out
     assert not no_gpu.exists()
 
 

@@ -236,7 +236,7 @@ def test_bad_arguments_are_named(args: dict[str, Any], said: str) -> None:
     ("config", "reason"),
     [
         ({"model": "/nowhere"}, "/nowhere: no such folder"),
-        ({"engine": {"device": "cuda"}}, "engine.device is cuda, but torch finds no usable GPU"),
+        ({"engine": {"device": "cuda"}}, "engine.device is cuda, but no GPU can be used: "),
         ({"engine": {"kv_cache_bytes": 1 << 24, "max_model_len": 8192}}, "the KV cache of 16 MiB holds"),
     ],
 )

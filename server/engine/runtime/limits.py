@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from nf4_kernels.cuda.device import too_old
 from server.config import EngineConfig
+from server.engine.runtime.trials import first_line
+
+logger = logging.getLogger(__name__)
 
 LEAST_MODEL_LEN = 32
 CPU_CACHE_BYTES = 2**30
@@ -20,6 +27,8 @@ SEQUENCE_LIMITS = {"cpu": 32, "cuda": 128}
 AUTO_SEQUENCES = ((112 * 2**30, 1024), (60 * 2**30, 512), (36 * 2**30, 256))
 """(bytes of a GPU's memory, the most sequences of engine.max_num_seqs auto from that size on)."""
 LEAST_CACHED = 256
+_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
+"""Where there is an NVIDIA GPU; the latter in WSL."""
 
 
 class EngineConfigError(Exception):
@@ -31,17 +40,37 @@ class MemoryTooSmallError(EngineConfigError):
 
 
 def resolve_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype that the configuration means on this machine."""
+    """Device and dtype that the configuration means on this machine. Raises EngineConfigError."""
     device = config.device
+    reason = None if device == "cpu" else _gpu_error()
+    if reason is not None and device == "cuda":
+        raise EngineConfigError(f"engine.device is cuda, but no GPU can be used: {reason}")
+    if reason is not None:
+        _say_why_cpu(reason)
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EngineConfigError("engine.device is cuda, but torch finds no usable GPU")
+        device = "cuda" if reason is None else "cpu"
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     resolved: torch.dtype = getattr(torch, dtype)
     return torch.device(device, 0) if device == "cuda" else torch.device(device), resolved
+
+
+@functools.cache  # a start asks for its device more than once
+def _say_why_cpu(reason: str) -> None:
+    if any(Path(file).exists() for file in _DRIVER_FILES):
+        logger.warning("the model runs on the CPU, as the GPU cannot be used: %s", reason)
+
+
+def _gpu_error() -> str | None:
+    """Why the first GPU cannot be used; None if it can."""
+    if torch.cuda.is_available():
+        return too_old(torch.device("cuda", 0))
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as e:  # a driver that is too old, a torch without CUDA
+        return first_line(e)
+    return "torch finds none"
 
 
 def token_budget(config: EngineConfig, device: torch.device) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nf4_kernels.cuda import device
+from nf4_kernels.cuda import device, library
 
 HOPPER = torch.device("cuda", 0)
 
@@ -43,3 +43,14 @@ def test_what_it_cannot_pose_as_is_named(value: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NF4_POSE_AS", value)
     with pytest.raises(ValueError, match="NF4_POSE_AS"):
         device.capability(HOPPER)
+
+
+def test_a_gpu_that_is_too_old_is_named_and_nothing_is_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NF4_POSE_AS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    monkeypatch.setattr(library, "library", lambda: pytest.fail("a library is looked for"))
+    assert device.too_old(HOPPER) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert library.load_error.__wrapped__() == "Tesla T4 has compute capability 7.5, and 8.0 or newer is needed"
