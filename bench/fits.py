@@ -16,17 +16,11 @@ from transformers import AutoConfig
 from server.checkpoint.inspection import CheckpointInfo
 from server.checkpoint.parts import described_by
 from server.config import EngineConfig
-from server.engine.runtime.memory import RESERVED_SHARE
-from server.engine.runtime.preparation.plan import Memory, MemoryPlan, decide, plan_memory
+from server.engine.runtime.preparation.plan import MemoryPlan, decide, plan_memory
+from server.fits import SIZES, idle
 
 MODELS = Path(__file__).resolve().parent / "models"
 RESULT = Path(__file__).resolve().parent / "results" / "fits.json"
-
-
-SIZES = (8, 12, 16, 24, 32, 48, 80)
-"""Memory of GPUs, in GiB."""
-OTHER_BYTES = int(0.8 * 2**30)
-"""About what CUDA, torch and the kernels hold on a GPU."""
 LEAST_TOKENS = 2048
 """With a KV cache of fewer tokens a model counts as too large."""
 
@@ -48,7 +42,7 @@ def footprint(name: str) -> dict[str, Any]:
 
 def cached_tokens(info: CheckpointInfo, config: Any, total: int, engine: EngineConfig) -> int:
     """Tokens that the KV cache holds on a GPU of `total` bytes that nobody else uses; 0: too few."""
-    memory = Memory(total - OTHER_BYTES, total, int(total * RESERVED_SHARE))
+    memory = idle(total)
 
     def plan(chosen: EngineConfig) -> MemoryPlan:
         return plan_memory(info, config, chosen, memory)

@@ -1,7 +1,8 @@
-"""The command nf4-server [serve] [MODEL] [options]: from its configuration to a server."""
+"""The commands nf4-server [serve] [MODEL] [options], from its configuration to a server, and nf4-server fits."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from server.config import Config, ConfigError
 from server.config.flags import parse
+from server.config.section import parse_bytes
 from server.config.sources import load_config
 from server.engine.supervisor.child import Child, start_child
 from server.objects import lasting_objects
@@ -60,8 +62,31 @@ def keep_torch_out() -> None:
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
+def _fits(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu-memory")
+    own, others = parser.parse_known_args(arguments)
+    memory = parse_bytes(own.gpu_memory)
+    try:
+        if isinstance(memory, str):
+            raise ConfigError(f"--gpu-memory: {memory!r} is no size such as 12GiB")
+        config = _configuration(others)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    from server.logs import set_up_logging
+
+    set_up_logging(config.log_level, config.log_format)
+    from server.fits import fits
+
+    return fits(config, memory)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; returns the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["fits"]:
+        return _fits(given[1:])
     try:
         config = _configuration(arguments)
     except ConfigError as e:

@@ -79,6 +79,8 @@ def set_up_logging(level: str, style: LogFormat = "console") -> None:
     if style == "json":
         sys.excepthook = _uncaught
         threading.excepthook = lambda hook: _uncaught(hook.exc_type, hook.exc_value, hook.exc_traceback)
+    # It lacks kernels that ours replace.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # Connection noise that repeats what our own lines say.
     logging.getLogger("uvicorn.error").setLevel(max(number, logging.WARNING))
 

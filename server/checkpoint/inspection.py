@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -88,8 +88,13 @@ class CheckpointInfo:
         return count * ITEM_BYTES.get(dtype, 1)
 
 
-def inspect_checkpoint(folder: Path) -> CheckpointInfo:
-    """Read config.json and the headers of the weight files. Raises CheckpointError for what cannot be served."""
+def inspect_checkpoint(
+    folder: Path, headers: Mapping[str, tuple[str, tuple[int, ...]]] | None = None
+) -> CheckpointInfo:
+    """Read config.json and the headers of the weight files. Raises CheckpointError for what cannot be served.
+
+    headers: of weight files that are not in the folder.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder")
     if not (folder / "config.json").exists() and (folder / "params.json").exists():
@@ -118,8 +123,8 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         method = (read_json(folder / "hf_quant_config.json").get("quantization") or {}).get("quant_algo")
         raise CheckpointError(f"{folder}: quantized by ModelOpt with {method} (hf_quant_config.json); {_NEEDED}")
     _refuse_other_quantizations(folder, settings)
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    files = tuple(weight_files(folder))
+    tensors = dict(headers or {})
+    files = () if headers else tuple(weight_files(folder))
     for file in files:
         tensors.update(read_header(file))
     eight_bit = next((name for name in tensors if name.endswith(".SCB")), None)

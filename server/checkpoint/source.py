@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from server import PACKAGE
 from server.checkpoint.base import CheckpointError, Progress, check_disk
 from server.checkpoint.embedded.files import embedded_checkpoint
-from server.checkpoint.inspection import inspect_checkpoint
+from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint, weight_files
 from server.config import EMBEDDED_MODEL
 
 _GGUF = ".gguf"
@@ -28,7 +30,7 @@ def resolve_checkpoint(model: str, cache_dir: Path, progress: Progress) -> Path:
     elif Path(model).expanduser().exists():
         folder = Path(model).expanduser()
         _refuse_gguf(folder)
-    elif _HUB_ID.fullmatch(model) and not model.startswith("."):
+    elif _is_hub_id(model):
         folder = _from_hub(model, progress)
     else:
         raise CheckpointError(f"{model}: no such folder, and not a hub id (owner/name) or {EMBEDDED_MODEL!r}")
@@ -36,19 +38,51 @@ def resolve_checkpoint(model: str, cache_dir: Path, progress: Progress) -> Path:
     return folder
 
 
+def inspect_model(model: str, cache_dir: Path, progress: Progress) -> CheckpointInfo:
+    """What resolve_checkpoint() would find; of a hub repository only configurations and headers of weights are fetched."""
+    if Path(model).expanduser().exists() or not _is_hub_id(model):
+        return inspect_checkpoint(resolve_checkpoint(model, cache_dir, progress))
+    from huggingface_hub import get_safetensors_metadata, snapshot_download
+
+    with _hub_errors(model):
+        folder = Path(snapshot_download(model, allow_patterns=["*config.json", "*.index.json"]))
+        if not (folder / "config.json").exists():
+            raise CheckpointError(f"{model}: the hub's repository has no config.json")
+        try:
+            weight_files(folder)
+        except CheckpointError:
+            found = get_safetensors_metadata(model).files_metadata.values()
+            tensors = [item for file in found for item in file.tensors.items()]
+            return inspect_checkpoint(folder, {name: (info.dtype, tuple(info.shape)) for name, info in tensors})
+    return inspect_checkpoint(folder)
+
+
+def _is_hub_id(model: str) -> bool:
+    return _HUB_ID.fullmatch(model) is not None and not model.startswith(".")
+
+
 def _from_hub(model: str, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
+
+    progress(f"fetching {model} from the hub", 0.0)
+    with _hub_errors(model):
+        _check_hub(model)
+        return Path(snapshot_download(model, allow_patterns=_WANTED))
+
+
+@contextmanager
+def _hub_errors(model: str) -> Iterator[None]:
+    """While entered, errors of the hub are CheckpointErrors."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
         LocalEntryNotFoundError,
+        NotASafetensorsRepoError,
         RepositoryNotFoundError,
     )
 
-    progress(f"fetching {model} from the hub", 0.0)
     try:
-        _check_hub(model)
-        return Path(snapshot_download(model, allow_patterns=_WANTED))
+        yield
     except GatedRepoError as e:
         raise CheckpointError(
             f"{model}: its terms have to be accepted at https://huggingface.co/{model}, and HF_TOKEN has to be a token of"
@@ -58,7 +92,7 @@ def _from_hub(model: str, progress: Progress) -> Path:
         raise CheckpointError(
             f"{model}: no such local folder, and the hub has no such model, or a private one that HF_TOKEN does not open"
         ) from e
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+    except (HfHubHTTPError, LocalEntryNotFoundError, NotASafetensorsRepoError, OSError) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise CheckpointError(f"{model}: no such local folder, and the hub did not give it: {reason}") from e
 

@@ -86,9 +86,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, str]]:
     """The parser, and each field's flag by its dotted name."""
     parser = _Parser(
         prog="nf4-server",
-        usage="nf4-server [serve] [MODEL] [options]",
-        description="OpenAI-compatible server for bitsandbytes NF4 models. A flag wins over NF4_* variables, those over the "
-        "file. Bytes may be written as 2GiB.",
+        usage="nf4-server [serve] [MODEL] [options]\n       nf4-server fits [MODEL] [--gpu-memory 12GiB] [options]",
+        description="OpenAI-compatible server for bitsandbytes NF4 models. fits says whether a model fits a GPU, without "
+        "loading it. A flag wins over NF4_* variables, those over the file. Bytes may be written as 2GiB.",
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="MODEL", help="as --model")

@@ -27,9 +27,10 @@ class Section(BaseModel):
             return data
         fields = {name: repr(field.annotation) for name, field in cls.model_fields.items()}
         off = {name: "off" for name, value in data.items() if value is False and "'off'" in fields.get(name, "")}
-        return {name: _bytes(value) if name.endswith("_bytes") else value for name, value in data.items()} | off
+        return {name: parse_bytes(value) if name.endswith("_bytes") else value for name, value in data.items()} | off
 
 
-def _bytes(value: Any) -> Any:
+def parse_bytes(value: Any) -> Any:
+    """The number of bytes that a text such as 2GiB names; another value as it is."""
     size = _SIZE.fullmatch(value) if isinstance(value, str) else None
     return value if size is None else int(float(size[1]) * 1024 ** (1 + "kmgt".index(size[2].lower())))

@@ -83,7 +83,6 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     options = _arguments()
     set_up_logging(options.log_level, options.log_format)
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_worth_saying)
     _name_process("nf4-imports")
     imports, stand_by = import_engine, partial(_stand_by, options.standby)
     importing = threading.Thread(target=imports if options.standby is None else stand_by, name="import", daemon=True)
@@ -141,11 +140,6 @@ def _set_session_niceness(niceness: int) -> None:
             return
         else:
             return
-
-
-def _is_worth_saying(record: logging.LogRecord) -> bool:
-    """False for bitsandbytes' warning that it lacks a package of kernels: nf4_kernels replaces them."""
-    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
 def _first_line() -> bytes:

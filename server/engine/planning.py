@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,10 @@ from server.engine.runtime.memory import is_out_of_memory, reserve
 from server.engine.runtime.preparation.plan import Memory, MemoryPlan, decide, plan_memory, savings
 
 logger = logging.getLogger(__name__)
+
+OUTPUT_LAYER_IN_NF4 = (
+    "engine.quantize_output_layer auto: the output layer becomes NF4, because the KV cache would be too small otherwise"
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,12 @@ class StartMemory:
             raise EngineConfigError(f"out of memory on {self.device}: {first_line(e)}; {self.advice}") from e
 
 
+UNPLANNED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a plan raises for a model of a kind that it does not know."""
+Described = tuple[CheckpointInfo, Any]
+"""The tensors of a checkpoint that may be loaded, and transformers' configuration of it."""
+
+
 def plan_start(
     folder: Path, config: EngineConfig, device: torch.device, towers: bool = False, ranks: int = 1
 ) -> StartMemory:
@@ -84,38 +95,56 @@ def plan_start(
 
     Raises CheckpointError for a checkpoint that cannot be read.
     """
-    auto = config.quantize_output_layer == "auto"
-    decided = off = config.model_copy(update={"quantize_output_layer": "off"}) if auto else config
     if device.type != "cuda":
-        return StartMemory(device, decided)
+        return StartMemory(device, _without_auto(config))
     free, total = torch.cuda.mem_get_info(device)
-    memory = Memory(free, total, reserve(device, total))
     drafts = config.speculation == "draft" and config.draft_model is not None
     try:
-        info, model = _described(folder, config)
+        model = _described(folder, config)
         draft = _described(Path(str(config.draft_model)), config) if drafts else None
-
-        def plan(engine: EngineConfig) -> MemoryPlan:
-            loaded = info if towers and engine.images is not False else info.without(is_of_tower)
-            return plan_memory(loaded, model, engine, memory, draft=draft, ranks=ranks)
-
-        if auto and ranks == 1:
-            decided = decide(config, plan)
-            if decided.quantize_output_layer == "nf4":
-                saved = plan(off).weights - plan(decided).weights
-                logger.info("engine.quantize_output_layer auto: nf4, which frees %.2f GiB", saved / 2**30)
-        return StartMemory(device, decided, plan(decided), savings(decided, plan, torch.cuda.device_count()))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        found = plan_on(Memory(free, total, reserve(device, total)), device, config, model, draft, towers, ranks)
+    except UNPLANNED as e:
         # An estimate refuses no model.
         logger.warning("%s: no memory plan: %s", folder.name, first_line(e))
-        return StartMemory(device, decided)
+        return StartMemory(device, _without_auto(config))
+    if config.quantize_output_layer == "auto" and found.config.quantize_output_layer == "nf4":
+        logger.info("%s", OUTPUT_LAYER_IN_NF4)
+    return found
 
 
-def _described(folder: Path, config: EngineConfig) -> tuple[CheckpointInfo, object]:
-    """The tensors of a checkpoint that may be loaded, and transformers' configuration of it."""
+def plan_on(
+    memory: Memory,
+    device: torch.device,
+    config: EngineConfig,
+    model: Described,
+    draft: Described | None = None,
+    towers: bool = False,
+    ranks: int = 1,
+) -> StartMemory:
+    """plan_start() of checkpoints that have been looked at, on a device with that memory."""
+    info, of_model = model
+
+    def plan(engine: EngineConfig) -> MemoryPlan:
+        loaded = info if towers and engine.images is not False else info.without(is_of_tower)
+        return plan_memory(loaded, of_model, engine, memory, draft=draft, ranks=ranks)
+
+    decided = decide(config, plan) if ranks == 1 else _without_auto(config)
+    return StartMemory(device, decided, plan(decided), savings(decided, plan, torch.cuda.device_count()))
+
+
+def _without_auto(config: EngineConfig) -> EngineConfig:
+    auto = config.quantize_output_layer == "auto"
+    return config.model_copy(update={"quantize_output_layer": "off"}) if auto else config
+
+
+def _described(folder: Path, config: EngineConfig) -> Described:
     if config.load_format == "dummy":
         model = read_config(folder)
         return described_by(folder, model), model
-    info = inspect_checkpoint(folder)
+    return described(inspect_checkpoint(folder))
+
+
+def described(info: CheckpointInfo) -> Described:
+    """A checkpoint without the tensors that are never loaded, and its configuration."""
     model = loading_of(info).config
     return info.without(lambda name: is_left_out(name, model) and not is_of_tower(name)), model

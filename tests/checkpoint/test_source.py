@@ -17,7 +17,8 @@ from huggingface_hub.errors import DryRunError, GatedRepoError, RepositoryNotFou
 from server.api_processes.alone import Alone
 from server.checkpoint.adapter_files import check_adapter
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.source import resolve_checkpoint
+from server.checkpoint.inspection import inspect_checkpoint
+from server.checkpoint.source import inspect_model, resolve_checkpoint
 from server.config import Config
 from tests.checkpoint.layouts import silent
 
@@ -51,6 +52,23 @@ def _hub(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[bool]:
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     return calls
+
+
+def test_of_a_model_on_the_hub_headers_are_enough_to_know_it(
+    embedded_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copy(embedded_folder / "config.json", tmp_path)
+    whole = inspect_checkpoint(embedded_folder)
+    tensors = {name: SimpleNamespace(dtype=dtype, shape=list(shape)) for name, (dtype, shape) in whole.tensors.items()}
+    found = SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors)})
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda _: found)
+    seen = inspect_model("some/model", tmp_path, silent)
+    assert (seen.tensors, seen.packed, seen.quantization) == (whole.tensors, whole.packed, "nf4")
+    # Files that the cache has are read there.
+    shutil.copy(embedded_folder / "model.safetensors", tmp_path)
+    monkeypatch.delattr(huggingface_hub, "get_safetensors_metadata")
+    assert inspect_model("some/model", tmp_path, silent).tensors == whole.tensors
 
 
 def _file(name: str, size: int, cached: bool = False) -> SimpleNamespace:

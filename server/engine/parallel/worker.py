@@ -124,7 +124,6 @@ def main() -> None:
     parser.add_argument("--log-format", choices=["console", "json"], default="console")
     options = parser.parse_args()
     set_up_logging(options.log_level, options.log_format)
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it lacks kernels that ours replace
     _end_with_parent()
     line = sys.stdin.buffer.readline()
     if not line:  # the engine's process has ended, or needs no ranks

@@ -188,8 +188,7 @@ def savings(engine: EngineConfig, plan: Callable[[EngineConfig], MemoryPlan], de
     plan: the plan of a start with a configuration. devices: GPUs of the machine.
     """
     now, found = plan(engine), {}
-    fewer = 8 if engine.max_num_seqs in (None, "auto") or int(engine.max_num_seqs) > 8 else 1
-    for name, value in (_ECONOMIES | {"max_num_seqs": fewer}).items():
+    for name, value in _economies(engine).items():
         changed = plan(engine.model_copy(update={name: value}))
         # States and copies grow into memory that others leave.
         grown = sum(max(0, changed.parts.get(part, 0) - now.parts.get(part, 0)) for part in (_STATES, _COPIES))
@@ -200,7 +199,17 @@ def savings(engine: EngineConfig, plan: Callable[[EngineConfig], MemoryPlan], de
     return dict(sorted(useful.items(), key=lambda item: -item[1]))
 
 
-_ECONOMIES = {
+def economical(engine: EngineConfig) -> EngineConfig:
+    """A configuration with all the options that savings() tries on one GPU."""
+    return engine.model_copy(update=_economies(engine))
+
+
+def _economies(engine: EngineConfig) -> dict[str, Any]:
+    fewer = 8 if engine.max_num_seqs in (None, "auto") or int(engine.max_num_seqs) > 8 else 1
+    return _ECONOMIES | {"max_num_seqs": fewer}
+
+
+_ECONOMIES: dict[str, Any] = {
     "images": False,
     "expanded_weights": "off",
     "max_num_batched_tokens": 1024,
