@@ -16,16 +16,16 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-# Where there is an NVIDIA GPU: FlashInfer, and nvcc from NVIDIA's wheels if the machine has none. Its device is asked for,
+# Where there is an NVIDIA GPU: FlashInfer, and nvcc from NVIDIA's wheels if the machine has none of CUDA 13. Its device is asked for,
 # which containers see that were given it; /proc shows the host's driver to all. nvidia-smi: WSL has no such device.
 GPU := $(or $(wildcard /dev/nvidiactl),$(shell nvidia-smi -L 2>/dev/null))
-NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 comma := ,
-CUDA_EXTRAS := cuda$(if $(NVCC),,$(comma)build-cuda)
+CUDA_EXTRAS = cuda$(if $(shell $(PYTHON) deploy/machine.py nvcc),,$(comma)build-cuda)
 
 # venv without ensurepip, so that Debian's python3 without python3-venv is enough; pip installs itself into it.
 $(VENV)/pyvenv.cfg:
 	@$(PYTHON) deploy/machine.py check
+	@$(if $(GPU),$(PYTHON) deploy/machine.py gpu)
 	@echo "== creating $(VENV)"
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -m pip --python $(BIN)/python install --quiet pip

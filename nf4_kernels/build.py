@@ -55,7 +55,7 @@ LEAST_ARCH = 80
 CHECKED_ARCH = "90a"
 """The target for which every kernel has a body."""
 SYSTEM_NVCC = "/usr/local/cuda/bin/nvcc"
-NO_NVCC = "no nvcc found (PATH, CUDA_HOME, /usr/local/cuda, NVIDIA's wheels)"
+NO_NVCC = "no nvcc found (CUDA_HOME, NVIDIA's wheels, PATH, /usr/local/cuda)"
 
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-mfma", "-mf16c"]
 ISA_FLAGS = {
@@ -67,15 +67,18 @@ ISA_FLAGS = {
 
 
 def find_nvcc() -> str | None:
-    """Path of nvcc from $CUDA_HOME, PATH, /usr/local/cuda or NVIDIA's PyPI wheels; None if there is none."""
+    """Path of nvcc from $CUDA_HOME, NVIDIA's PyPI wheels, PATH or /usr/local/cuda; None if there is none.
+
+    Wheels are installed where the system's nvcc is too old, as Debian's and Ubuntu's are.
+    """
     candidates = []
     if home := os.environ.get("CUDA_HOME"):
         candidates.append(os.path.join(home, "bin", "nvcc"))
+    for entry in sys.path:
+        candidates.extend(str(p) for p in Path(entry or ".").glob("nvidia/*/bin/nvcc"))
     if on_path := shutil.which("nvcc"):
         candidates.append(on_path)
     candidates.append(SYSTEM_NVCC)
-    for entry in sys.path:
-        candidates.extend(str(p) for p in Path(entry or ".").glob("nvidia/*/bin/nvcc"))
     return next((c for c in candidates if os.access(c, os.X_OK)), None)
 
 

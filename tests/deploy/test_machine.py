@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,3 +66,40 @@ def test_an_index_that_does_not_answer_holds_nothing_up(capsys: pytest.CaptureFi
     said = capsys.readouterr()
     assert said.out == ""
     assert f"{url} does not answer" in said.err
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Makes a program on the path that prints something."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+
+    def make(name: str, prints: str) -> Path:
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\ncat <<'END'\n{prints}\nEND\n")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+def test_gpus_that_cannot_be_used_are_named(
+    tool: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool("nvidia-smi", "580.65.06, 8.9, NVIDIA GeForce RTX 4090\n580.65.06, 7.5, Tesla T4")
+    assert machine.main("gpu") == 0
+    old = "== warning: Tesla T4 has compute capability 7.5, and 8.0 or newer is needed: it is not used\n"
+    assert capsys.readouterr().err == old
+    tool("nvidia-smi", "550.120, 8.6, NVIDIA GeForce RTX 3060")
+    machine.main("gpu")
+    assert capsys.readouterr().err.startswith("== warning: NVIDIA's driver 550.120 is older than 580")
+    tool("nvidia-smi", "[N/A], [N/A], Orin\nNo devices were found")
+    assert list(machine.unusable()) == []
+
+
+def test_an_nvcc_of_an_older_cuda_is_none(tool: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = tool("nvcc", "Cuda compilation tools, release 12.0, V12.0.140")
+    assert machine.nvcc() is None
+    tool("nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
+    assert machine.main("nvcc") == 0
+    assert capsys.readouterr().out == f"{path}\n"

@@ -23,12 +23,15 @@ def executable(path: Path) -> str:
     return str(path)
 
 
-def test_nvcc_of_nvidias_wheels_is_found_where_no_other_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvcc_of_nvidias_wheels_is_found_before_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "SYSTEM_NVCC", str(tmp_path / "none"))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site-packages")])
     assert build.find_nvcc() is None
+    system = executable(tmp_path / "bin" / "nvcc")
+    monkeypatch.setattr(build, "SYSTEM_NVCC", system)
+    assert build.find_nvcc() == system
     wheel = executable(tmp_path / "site-packages" / "nvidia" / "cu13" / "bin" / "nvcc")
     assert build.find_nvcc() == wheel
     toolkit = executable(tmp_path / "toolkit" / "bin" / "nvcc")
