@@ -52,8 +52,8 @@ def commands() -> list[str]:
 
 
 def configured(command: str) -> Config:
-    """Parse a command line as the server does."""
-    path, values, sources = parse(shlex.split(command))
+    """Parse a command line as the server does; that of nf4-server fits without its own option."""
+    path, values, sources = parse(shlex.split(re.sub(r"^fits | --gpu-memory \S+", "", command)))
     return load_config(path, values, sources)
 
 
@@ -62,7 +62,7 @@ def test_the_server_takes_the_guides_commands(command: str) -> None:
     assert configured(command).model
 
 
-@pytest.mark.parametrize("written", sorted(set(re.findall(r"`(--[a-z][^`]*)`", GUIDE)) - {"--config"}))
+@pytest.mark.parametrize("written", sorted(set(re.findall(r"`(--[a-z][^`]*)`", GUIDE)) - {"--config", "--gpu-memory"}))
 def test_the_server_takes_the_guides_flags(written: str) -> None:
     name, _, value = written.partition(" ")
     if value:

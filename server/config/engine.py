@@ -32,7 +32,7 @@ class EngineConfig(Section):
     """Settings of the engine."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the GPU if there is one."""
+    """auto: the GPU if there is one that can be used."""
     tensor_parallel_size: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 1
     """GPUs that compute the model together, each with a part of every weight. auto: the fewest that hold it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -62,7 +62,8 @@ class StartMemory:
         if plan.weights > plan.memory.free:
             raise CheckpointError(
                 f"{folder}: too large: its weights take {plan.weights / 2**30:.1f} GiB in NF4,"
-                f" {plan.memory.free / 2**30:.1f} GiB are free on {self.device}; {self.advice}"
+                f" {plan.memory.free / 2**30:.1f} of {plan.memory.total / 2**30:.1f} GiB are free on {self.device};"
+                f" {self.advice}"
             )
         if logs and not plan.fits:
             logger.warning(
