@@ -133,6 +133,10 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
 """Mirrors of the structs of params.h and gated_delta.h."""
 
 
+_NO_KERNEL = 209
+"""cudaErrorNoKernelImageForDevice."""
+
+
 class KernelError(RuntimeError):
     """A kernel could not be launched; the message holds CUDA's."""
 
@@ -206,7 +210,8 @@ def usable() -> ctypes.CDLL:
 def raise_for(loaded: ctypes.CDLL, status: int, what: str) -> None:
     """KernelError for a status that is not cudaSuccess."""
     if status:
-        raise KernelError(f"{what}: {loaded.nf4_cuda_error(status).decode()} (CUDA error {status})")
+        cure = "; the library is for other GPUs: python -m nf4_kernels.build --native" if status == _NO_KERNEL else ""
+        raise KernelError(f"{what}: {loaded.nf4_cuda_error(status).decode()} (CUDA error {status}){cure}")
 
 
 def launch(choice: Launched, arguments: Linear | Moe, timed: bool = False) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,3 +56,13 @@ def test_a_gpu_that_is_too_old_is_named_and_nothing_is_compiled_for_it(monkeypat
     assert device.too_old(HOPPER) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert library.load_error.__wrapped__() == "Tesla T4 has compute capability 7.5, and 8.0 or newer is needed"
+
+
+def test_a_library_for_other_gpus_is_named_with_the_cure() -> None:
+    loaded: Any = SimpleNamespace(nf4_cuda_error=lambda status: b"no kernel image" if status == 209 else b"other")
+    with pytest.raises(
+        library.KernelError, match=r"no kernel image \(CUDA error 209\); .* nf4_kernels\.build --native"
+    ):
+        library.raise_for(loaded, 209, "rows")
+    with pytest.raises(library.KernelError, match=r"^rows: other \(CUDA error 1\)$"):
+        library.raise_for(loaded, 1, "rows")
