@@ -67,7 +67,7 @@ def _fits(config: Config, gpu_memory: int | None) -> int:
         return _compare([(size, planned(idle(size * 2**30), engine)) for size in SIZES])
     found = planned(memory, engine)
     print(f"on {where}{f', each of {ranks}' if ranks > 1 else ''}; {_explained(found, engine, own)}")
-    plan, least = found.plan, planned(memory, economical(engine)).plan
+    plan, least = found.plan, planned(memory, economical(engine, ranks)).plan
     assert plan is not None
     assert least is not None
     if plan.fits:

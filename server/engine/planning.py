@@ -130,7 +130,7 @@ def plan_on(
         return plan_memory(loaded, of_model, engine, memory, draft=draft, ranks=ranks)
 
     decided = decide(config, plan) if ranks == 1 else _without_auto(config)
-    return StartMemory(device, decided, plan(decided), savings(decided, plan, torch.cuda.device_count()))
+    return StartMemory(device, decided, plan(decided), savings(decided, plan, torch.cuda.device_count(), ranks))
 
 
 def _without_auto(config: EngineConfig) -> EngineConfig:

@@ -204,6 +204,18 @@ def test_options_are_named_with_the_bytes_that_they_free() -> None:
             assert plan(engine).needed - plan(changed).needed == size
 
 
+def test_no_option_is_named_that_another_one_excludes() -> None:
+    """Several ranks take no output layer that becomes NF4, and batch_invariant neither 8 bits nor several ranks."""
+    plan = planner("qwen3.8-27b", 23)
+    names = {option.split()[0] for option in savings(EngineConfig(), plan, devices=2)}
+    of_one = {"engine.quantize_output_layer", "engine.quantize_skipped", "engine.embedding_device"}
+    assert of_one | {"engine.kv_cache_dtype", "engine.tensor_parallel_size"} <= names
+    divided = {option.split()[0] for option in savings(EngineConfig(tensor_parallel_size=2), plan, devices=2, ranks=2)}
+    assert divided == names - of_one - {"engine.tensor_parallel_size"}
+    invariant = {option.split()[0] for option in savings(EngineConfig(batch_invariant=True), plan, devices=2)}
+    assert not invariant & {"engine.kv_cache_dtype", "engine.tensor_parallel_size"}
+
+
 def test_the_output_layer_becomes_nf4_where_the_cache_would_be_too_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,31 +182,34 @@ def decide(engine: EngineConfig, plan: Callable[[EngineConfig], MemoryPlan]) -> 
     return small if not fits and plan(small).fits else off
 
 
-def savings(engine: EngineConfig, plan: Callable[[EngineConfig], MemoryPlan], devices: int) -> dict[str, int]:
-    """Options that would free memory, each with its bytes, most first.
+def savings(
+    engine: EngineConfig, plan: Callable[[EngineConfig], MemoryPlan], devices: int, ranks: int = 1
+) -> dict[str, int]:
+    """Options that would free memory, each with its bytes, most first; none that the others exclude.
 
-    plan: the plan of a start with a configuration. devices: GPUs of the machine.
+    plan: the plan of a start with a configuration. devices: GPUs of the machine. ranks: those that divide the model.
     """
     now, found = plan(engine), {}
-    for name, value in _economies(engine).items():
+    for name, value in _economies(engine, ranks).items():
         changed = plan(engine.model_copy(update={name: value}))
         # States and copies grow into memory that others leave.
         grown = sum(max(0, changed.parts.get(part, 0) - now.parts.get(part, 0)) for part in (_STATES, _COPIES))
         found[f"engine.{name} {str(value).lower()}"] = now.needed - changed.needed + grown
-    if devices > 1 and engine.tensor_parallel_size == 1:
+    if devices > 1 and engine.tensor_parallel_size == 1 and not engine.batch_invariant:
         found["engine.tensor_parallel_size 2"] = now.weights // 2
     useful = {name: size for name, size in found.items() if size >= 32 * _MIB}
     return dict(sorted(useful.items(), key=lambda item: -item[1]))
 
 
-def economical(engine: EngineConfig) -> EngineConfig:
-    """A configuration with all the options that savings() tries on one GPU."""
-    return engine.model_copy(update=_economies(engine))
+def economical(engine: EngineConfig, ranks: int) -> EngineConfig:
+    """A configuration with all the options that savings() tries."""
+    return engine.model_copy(update=_economies(engine, ranks))
 
 
-def _economies(engine: EngineConfig) -> dict[str, Any]:
+def _economies(engine: EngineConfig, ranks: int) -> dict[str, Any]:
     fewer = 8 if engine.max_num_seqs in (None, "auto") or int(engine.max_num_seqs) > 8 else 1
-    return _ECONOMIES | {"max_num_seqs": fewer}
+    excluded = [*(_OF_ONE_GPU if ranks > 1 else ()), *(["kv_cache_dtype"] if engine.batch_invariant else ())]
+    return {name: value for name, value in (_ECONOMIES | {"max_num_seqs": fewer}).items() if name not in excluded}
 
 
 _ECONOMIES: dict[str, Any] = {
@@ -219,3 +222,5 @@ _ECONOMIES: dict[str, Any] = {
     "embedding_device": "cpu",
 }
 """Options with the values that take less memory."""
+_OF_ONE_GPU = ("quantize_output_layer", "quantize_skipped", "embedding_device")
+"""Those that a model which is divided does not take."""
