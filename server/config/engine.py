@@ -51,7 +51,8 @@ class EngineConfig(Section):
     block_size: int = Field(default=16, ge=1, le=256)
     """Tokens of a block of the KV cache."""
     kv_cache_bytes: int | None = Field(default=None, ge=2**20)
-    """Memory for the KV cache; None: 1 GiB on CPU, on CUDA what a largest step leaves free, less 3 % of the memory."""
+    """Memory for the KV cache; None: 1 GiB on CPU, on CUDA what a largest step leaves free, less 3 % of the memory and, if
+    the GPU drives a screen, 0.5 GiB."""
     state_snapshot_bytes: int | None = Field(default=None, ge=0)
     """Hybrid models: memory for snapshots of states, without which the beginnings of prompts are computed again.
 
@@ -69,8 +70,8 @@ class EngineConfig(Section):
     expanded_weights: Literal["auto", "off"] | Annotated[int, Field(ge=0)] = "auto"
     """CUDA: bytes for 16-bit copies of NF4 weights, which steps of more than 128 tokens multiply by.
 
-    auto: up to a quarter of the memory that the weights leave free; with kv_cache_bytes, up to half of what the weights and
-    the cache leave.
+    auto: up to a quarter of the memory that the weights leave free, after a KV cache of 32768 tokens; with kv_cache_bytes,
+    up to half of what the weights and the cache leave.
     """
     quantize_output_layer: Literal["auto", "off", "nf4"] = "auto"
     """Whether an output layer in 16 bit becomes NF4 while loading: a quarter of its bytes, and other log-probabilities.
