@@ -25,7 +25,7 @@ from server.types import LITERAL_CHARACTERS
 CACHED_GRAMMARS = 256
 QUICK_S = 0.0005
 """For this many seconds masks are found one after another; the remaining ones of the step are found on several threads."""
-_UNFOLLOWABLE = "forced bytes: got", "NoExtensionBias", "lexer error", "oo many", "fuel", "limit"
+_UNFOLLOWABLE = "forced bytes: got", "NoExtensionBias", "lexer error", "oo many", "fuel", "limit", "max is"
 """Parts of llguidance's messages where no tokens make up what has to follow, and where it takes more than the limits."""
 _SPECIAL = re.compile(rb"\xff\[\d+\]")
 """How llguidance writes a special token among bytes."""

@@ -48,6 +48,8 @@ class GenerationPlan:
     """Whether the answer is a text of its own, not one that goes on from the prompt."""
     grammar: str | None = None
     """The grammar that bounds every sequence, in llguidance's JSON form."""
+    grammar_param: str | None = None
+    """Name of the option that the grammar comes from, in errors."""
     images: Sequence[ImageInput] = ()
     end_ids: tuple[int, ...] = ()
     """Tokens that end an answer besides those that the checkpoint names."""
@@ -73,6 +75,7 @@ def start_generation(service: Service, backend: Backend, ticket: Ticket, plan: G
                     _output_text(backend, plan, sampling.min_tokens),
                     RequestTimeline(arrival=plan.arrival),
                     include_stop=bool(plan.options.include_stop_str_in_output),
+                    grammar_param=plan.grammar_param,
                 )
             )
     # Admission comes last, so that a prompt that can never be served is refused as such however much is under way.

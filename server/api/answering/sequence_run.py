@@ -45,12 +45,15 @@ class SequenceRun:
         timeline: RequestTimeline,
         *,
         include_stop: bool = False,
+        grammar_param: str | None = None,
     ) -> None:
+        """grammar_param: name of the option that bounds the text, in errors."""
         self.index = index
         self.request = request
         self.timeline = timeline
         self.text = text
         self._include_stop = include_stop
+        self._grammar_param = grammar_param
         self._custom_stops = frozenset(request.sampling.stop_token_ids)
         self._logprobs: list[TokenLogprob] = []
         self.completion_tokens = 0
@@ -142,7 +145,8 @@ class SequenceRun:
     def _advance(self, output: RequestOutput) -> Delta | None:
         """The delta of one output; None when there is nothing to say yet."""
         if output.finish_reason == "error" and (output.error or "").startswith(UNFOLLOWABLE):
-            raise bad_request(f"The engine could not finish this request: {output.error}.", None, "invalid_grammar")
+            reason = f"The engine could not finish this request (its '{self._grammar_param}'): {output.error}."
+            raise bad_request(reason, self._grammar_param, "invalid_grammar")
         if output.finish_reason == "error":
             raise engine_failed(f"The engine could not finish this request: {output.error or 'no reason given'}.")
         if output.finish_reason == "abort" and self._expired.is_set():

@@ -153,6 +153,7 @@ async def start_turn(
             prompt_logprobs=options.prompt_logprobs,
             at_start=not options.continues,
             grammar=prompt.grammar,
+            grammar_param=prompt.grammar_param,
             end_ids=tuple(i for mark in dialect.ends if (i := backend.tokenizer.special_id(mark)) is not None),
             keep_marks=bool(prompt.functions) or dialect.splits,
             parser=lambda: AnswerParser(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema
 
 from server.api.http.errors import bad_request
-from server.api.http.hints import ignore_thinking
+from server.api.http.hints import HINTS, ignore_thinking
 from server.api.openai.message_schemas import MESSAGES_SCHEMA
 from server.api.openai.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
 from server.api.openai.tools import ToolOptions
@@ -84,3 +84,34 @@ class ChatOptions(GenerationOptions, ToolOptions):
             if not found and self.reasoning_effort != "none":
                 ignore_thinking("reasoning_effort")
         return found | (self.chat_template_kwargs or {})
+
+
+_ASKING_NOTHING: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "min_p": (0, 0.0),
+    "top_k": (0, -1),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "logprobs": (False,),
+    "timings": (False,),
+    "speculation": (True, False),
+    "response_format": ({"type": "text"},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "include_reasoning": (True,),
+    "stream_options": ({},),
+}
+_HINTS = {hint.path for hint in HINTS}
+UNSUPPORTED_ELSEWHERE: dict[str, tuple[Any, ...]] = UNSUPPORTED_CHAT | {
+    name: _ASKING_NOTHING.get(name, ()) for name in ChatOptions.model_fields if name not in _HINTS
+}
+"""A chat's options, for endpoints that have others; with the values that ask for nothing."""

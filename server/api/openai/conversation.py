@@ -50,9 +50,9 @@ def _message(raw: Any, where: str, images: ImageParts) -> dict[str, Any]:
     for key, value in raw.items():
         param = f"{where}.{shown(key)}"
         match key:
-            case "role":
-                pass
-            case "prefix" if isinstance(value, bool):  # see ChatOptions.continues
+            case "prefix" if value is not None and not isinstance(value, bool):
+                raise wrong_type(param, "a boolean", value)
+            case "role" | "prefix":  # see ChatOptions.continues
                 pass
             case "content":
                 if value is not None:

@@ -1,4 +1,4 @@
-"""Options by the names that Ollama, llama.cpp, TGI and OpenRouter give them, taken as those that this server has."""
+"""Options by the names that Ollama, llama.cpp, TGI, Mistral and OpenRouter give them, taken as those of this server."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ OTHER_NAMES: dict[str, tuple[str, Value]] = {
     "ebnf": ("guided_grammar", _same),
     "min_new_tokens": ("min_tokens", _same),
     "format": ("guided_json", _form),
+    "random_seed": ("seed", _same),
 }
 """Options of chats and texts: the other name, ours, and what its value means."""
 

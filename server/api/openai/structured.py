@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from server.api.http.errors import ApiError, bad_request
+from server.api.http.errors import ApiError, bad_request, not_supported
 from server.engine.grammar import GrammarError, Grammars
 from server.text.grammars import grammar as grammars
 
@@ -78,6 +78,16 @@ class StructuredOutputs(_Strict):
     regex: str | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     grammar: str | None = None
+    # Those that are not offered.
+    structural_tag: Any = None
+    whitespace_pattern: Any = None
+    disable_additional_properties: bool | None = None
+
+    def refuse(self) -> None:
+        """Raise ApiError (400) for what is not offered."""
+        for name in ("structural_tag", "whitespace_pattern", "disable_additional_properties"):
+            if getattr(self, name):
+                raise not_supported(f"structured_outputs.{name}", f"'{name}'")
 
 
 class StructuredOptions(BaseModel):
@@ -97,6 +107,7 @@ class StructuredOptions(BaseModel):
         if form is not None:
             forms.append(form)
         structured = self.structured_outputs or StructuredOutputs()
+        structured.refuse()
         if structured.json_object:
             forms.append(("json", {"type": "object"}, "structured_outputs.json_object"))
         given = {

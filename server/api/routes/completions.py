@@ -124,6 +124,7 @@ async def _start(service: Service, options: CompletionRequest, size: int, arriva
             logprobs=options.logprobs,
             prompt_logprobs=options.scored_alternatives,
             grammar=grammar,
+            grammar_param=None if form is None else form[2],
         )
         generation = start_generation(service, backend, ticket, plan)
     except BaseException:

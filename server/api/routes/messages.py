@@ -20,7 +20,7 @@ from server.api.http.hints import take_hints
 from server.api.http.replies import json_response
 from server.api.http.streaming import closing, error_event, event
 from server.api.http.validation import given, read_json, validate
-from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
+from server.api.openai.chat_options import UNSUPPORTED_CHAT, UNSUPPORTED_ELSEWHERE, ChatOptions
 from server.api.openai.message_schemas import ANTHROPIC_MESSAGES, ANTHROPIC_SYSTEM
 from server.api.translate.anthropic import chat_document, take_older_names
 from server.api.translate.content_blocks import ContentBlock, ContentBlockEvent, ContentBlocks
@@ -109,7 +109,7 @@ async def messages(request: Request) -> Response:
     arrival = time.monotonic()
     take_hints("messages", document)
     take_older_names(document)
-    asked = validate(MessageRequest, document, UNSUPPORTED_MESSAGE)
+    asked = validate(MessageRequest, document, UNSUPPORTED_ELSEWHERE | UNSUPPORTED_MESSAGE)
     answer = _Answer(asked)
     try:
         options = _options(given(MessageRequest, document), service)

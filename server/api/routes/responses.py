@@ -21,14 +21,14 @@ from server.api.http.hints import take_hints
 from server.api.http.ignored import rename_options
 from server.api.http.streaming import closing, event
 from server.api.http.validation import given, read_json, validate
-from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
+from server.api.openai.chat_options import UNSUPPORTED_CHAT, UNSUPPORTED_ELSEWHERE, ChatOptions
 from server.api.openai.options import SamplingDefaults
 from server.api.translate.content_blocks import ContentBlock, ContentBlockEvent, ContentBlocks
 from server.api.translate.responses import INPUT_SCHEMA, chat_document
 
 router = APIRouter()
 
-UNSUPPORTED_RESPONSE: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_RESPONSE: dict[str, tuple[Any, ...]] = UNSUPPORTED_ELSEWHERE | {
     "conversation": (),
     "background": (False,),
     "prompt": (),

@@ -91,6 +91,7 @@ VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "", "tool_calls": [
         {"id": "1", "function": {"name": "f", "arguments": ""}}]}]}, "messages[0].tool_calls", "invalid_value"),
     ({"messages": [{"role": 7, "content": ""}]}, "messages[0].role", "invalid_type"),
+    ({"messages": [{"role": "assistant", "content": "", "prefix": "yes"}]}, "messages[0].prefix", "invalid_type"),
     ({"messages": user(5)}, "messages[0].content", "invalid_type"),
     ({"messages": user([])}, "messages[0].content", "empty_array"),
     ({"messages": user(["a"])}, "messages[0].content[0]", "invalid_type"),
@@ -116,6 +117,10 @@ VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 5}}},
      "response_format.json_schema.schema", "invalid_grammar"),
     ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"regex": "a", "structural_tag": "x"}}, "structured_outputs.structural_tag",
+     "unsupported_parameter"),
+    ({"structured_outputs": {"grammar": "start: /a/ start"}, "max_tokens": 12}, "structured_outputs.grammar",
+     "invalid_grammar"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "invalid_grammar"),
     ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "invalid_grammar"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "empty_array"),

@@ -238,6 +238,8 @@ def test_characters_that_no_tokens_make_up_among_others(grammars: Grammars) -> N
 
 def test_a_grammar_beyond_the_limits(grammars: Grammars) -> None:
     assert written(grammars, regex_grammar("[ab]" + "(a{1000}){1000}")).startswith(UNFOLLOWABLE)
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}}
+    assert {written(grammars, json_grammar(wide), seed)[: len(UNFOLLOWABLE)] for seed in range(3)} == {UNFOLLOWABLE}
 
 
 def written(grammars: Grammars, grammar: str, seed: int = 0) -> str:
