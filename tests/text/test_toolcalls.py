@@ -75,6 +75,8 @@ def mistral() -> ToolParser:
 
 
 Outcome = tuple[str, list[tuple[str, str]]]
+NESTED = "[" * 2000 + "]" * 2000
+"""An array that is nested more deeply than Python reads."""
 
 
 def parse(parser: ToolParser, text: str, step: int) -> Outcome:
@@ -179,7 +181,21 @@ CASES: list[tuple[Callable[[], ToolParser], str, Outcome]] = [
     (lfm2, "ok <|tool_call_start|>[f(a='x', o={\"k\": true, 'z': None}, l=[1, -2.5]), c.d(a=\"]\")]<|tool_call_end|>",
      ("ok ", [("f", '{"a": "x", "o": {"k": true, "z": null}, "l": [1, -2.5]}'), ("c.d", '{"a": "]"}')])),
     *((lfm2, text, (text, [])) for text in (
-        f"<|tool_call_start|>{body}<|tool_call_end|>" for body in ("[f(1)]", "[f(a=__import__('os'))]", "f(", "[]", "[f, 1]")
+        f"<|tool_call_start|>{body}<|tool_call_end|>" for body in (
+            "[f(1)]", "[f(a=__import__('os'))]", "f(", "[]", "[f, 1]", "[f(a={[1]})]", "f(a=1e999)",
+            '[{"name": 5, "arguments": {}}]',
+        )
+    )),
+    # Halves of surrogate pairs, which no answer in UTF-8 can have.
+    (lfm2, '<|tool_call_start|>[f(a="\\udc00")]<|tool_call_end|>', ("", [("f", '{"a": "\\udc00"}')])),
+    (gemma, '<start_function_call>call:f{a:"\\udc00"}<end_function_call>', ("", [("f", '{"a": "\\udc00"}')])),
+    (hermes, '<tool_call>{"name": "\\udc00", "arguments": "\\udc00"}</tool_call>', ("", [("\\udc00", "\\udc00")])),
+    (hermes, '<tool_call>{"function": {"name": "\\udc00", "arguments": "{}"}}</tool_call>', ("", [("\\udc00", "{}")])),
+    *((make, text, (text, [])) for make, text in (
+        (gemma, f"<start_function_call>call:f{{a:{NESTED}}}<end_function_call>"),
+        (gemma, "<start_function_call>call:f{a:NaN}<end_function_call>"),
+        (lfm2, f"<|tool_call_start|>{NESTED}<|tool_call_end|>"),
+        (llama, f'<|python_tag|>{{"a": {NESTED}}}'),
     )),
     (gemma, "<start_function_call>nothing<end_function_call>", ("<start_function_call>nothing<end_function_call>", [])),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection
 
 from server.text.calls.parser import CallDelta, call_id
-from server.text.calls.scanner import ObjectScanner, is_object, written_out
+from server.text.calls.scanner import ObjectScanner, encodable, is_object, written_out
 from server.text.holdback import overlap, split_at
 
 
@@ -134,14 +134,14 @@ class JsonToolParser:
         assert self._scanner is not None
         try:
             inner = json.loads(self._scanner.raw, strict=False).get("function")
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             return False
         arguments = inner.get("arguments", inner.get("parameters"))
         if self._bare is not None and not self._marked and not (inner["name"] in self._bare and is_object(arguments)):
             return False
-        calls.append(CallDelta(self._calls, self._make_id(), inner["name"], written_out(arguments)))
+        calls.append(CallDelta(self._calls, self._make_id(), encodable(inner["name"]), written_out(arguments)))
         self._calls += 1
         self._unused = None
         return True

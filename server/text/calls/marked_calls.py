@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from server.text.calls.parser import CallDelta, call_id
+from server.text.calls.scanner import encodable
 from server.text.holdback import split_at
 
 _KEY = re.compile(r"""([{,]\s*)([^\s{},:"\[\]][^{},:"]*?)\s*:""")
@@ -71,25 +72,31 @@ def read_gemma_call(body: str, quote: str) -> list[tuple[str, str]]:
         # Outside of strings, keys have no quotes.
         written += json.dumps(piece) if i % 2 else _KEY.sub(lambda key: f"{key[1]}{json.dumps(key[2])}:", piece)
     try:
-        arguments = json.loads(written)
-    except ValueError:
+        return [_call(named[1], json.loads(written))]
+    except (ValueError, RecursionError):
         return []
-    return [(named[1], json.dumps(arguments, ensure_ascii=False))]
 
 
 def read_python_calls(body: str) -> list[tuple[str, str]]:
     """`[name(key="value", ...), ...]`, as LFM2 writes calls, or the JSON that its forced calls are."""
     try:
         found = json.loads(body, strict=False)
-        return [(call["name"], json.dumps(call["arguments"], ensure_ascii=False)) for call in found]
+        return [_call(call["name"], call["arguments"]) for call in found]
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
     try:
         tree = ast.parse(body.strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
         return [_python_call(call) for call in calls]
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return []
+
+
+def _call(name: Any, arguments: Any) -> tuple[str, str]:
+    """A call as MarkedToolParser takes it. Raises ValueError for a name that is no text, and for numbers beyond JSON's."""
+    if not isinstance(name, str):
+        raise ValueError("a name that is no text")
+    return encodable(name), encodable(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
 def _python_call(call: ast.expr) -> tuple[str, str]:
@@ -97,7 +104,7 @@ def _python_call(call: ast.expr) -> tuple[str, str]:
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError("no call with named arguments")
     arguments = {str(keyword.arg): _python_value(keyword.value) for keyword in call.keywords}
-    return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)
+    return _call(ast.unparse(call.func), arguments)
 
 
 def _python_value(node: ast.expr) -> Any:

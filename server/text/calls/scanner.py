@@ -23,10 +23,15 @@ def is_object(arguments: Any) -> bool:
         return False
 
 
+def encodable(text: str) -> str:
+    """A decoded text with escapes in the place of halves of surrogate pairs, which UTF-8 does not have."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def written_out(arguments: Any) -> str:
     """Arguments as JSON, whether they are that already or not; models say in many ways that there are none."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return "{}" if text.strip() in ("", "null") else text
+    return "{}" if text.strip() in ("", "null") else encodable(text)
 
 
 class ObjectScanner:
@@ -149,7 +154,7 @@ class ObjectScanner:
             value = self._taken_literal()
             match self._key if self._of_call else None:
                 case "name" | "tool_name":
-                    self.name = value if isinstance(value, str) else None
+                    self.name = encodable(value) if isinstance(value, str) else None
                     self.failed = self.name is None
                 case "id" if isinstance(value, str):
                     self.id = value
