@@ -6,9 +6,9 @@ All others are free again once they are collected. Times come from the GPU's glo
 launch cannot see how long it takes from its last instruction until it counts as ended: 0.6 us on an H200. From
 capability 9.0 on, that time is measured when the clock starts, and added to every launch.
 
-One launch in SAMPLING of those that decode weights within the GEMM, if it neither normalises nor gates, also leaves how
-long one of its warps decoded: read codes and scales from shared memory, looked codes up, put scales on the sums. That warp
-waits for each stage to end before it begins the next; in all other warps stages overlap.
+One launch in SAMPLING of those that decode weights within the GEMM, if it is of bfloat16 and neither normalises nor gates,
+also leaves how long one of its warps decoded: read codes and scales from shared memory, looked codes up, put scales on the
+sums. That warp waits for each stage to end before it begins the next; in all other warps stages overlap.
 """
 
 from __future__ import annotations

@@ -98,11 +98,13 @@ def test_launches_that_time_their_decoding_give_the_same_bits(
 
 
 @pytest.mark.parametrize("m", [8, 128])
-def test_launches_that_normalise_do_not_time_their_decoding(
-    m: int, clock: DeviceClock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("normalises", [True, False], ids=["norm", "float16"])
+def test_launches_that_do_not_time_their_decoding(
+    normalises: bool, m: int, clock: DeviceClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    w, norm = random_weight(N, K), torch.randn(K, device=DEVICE, dtype=torch.bfloat16)
-    x = torch.randn(m, K, device=DEVICE, dtype=torch.bfloat16)
+    w, dtype = random_weight(N, K), torch.bfloat16 if normalises else torch.float16
+    x = torch.randn(m, K, device=DEVICE, dtype=dtype)
+    norm = torch.randn(K, device=DEVICE, dtype=dtype) if normalises else None
     monkeypatch.setattr(device_clock, "SAMPLING", 1)
     cuda.fused_linear(x, w.weight, None, None, norm, 1e-6)
     assert sum(seconds(clock).values()) > 0

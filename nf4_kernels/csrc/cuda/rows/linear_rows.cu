@@ -3,7 +3,8 @@
 #include "../device.cuh"
 #include "linear_rows.cuh"
 
-// linear_rows_timed.cu compiles this again, for the kernels that time their decoding; these neither normalise nor gate.
+// linear_rows_timed.cu compiles this again, for the kernels that time their decoding: bfloat16 that they neither normalise
+// nor gate.
 #ifndef NF4_TIMED
 #define NF4_TIMED false
 #define NF4_LINEAR_ROWS nf4_cuda_linear_rows
@@ -43,9 +44,11 @@ template <int kWarps, int kBlocks, int kTiles>
 cudaError_t launch(const RowsArgs& args, int dtype, int grid, bool hopper, cudaStream_t stream) {
   bool nested = args.weight.absmax_8bit != nullptr;
 #ifndef NF4_BF16_ONLY
-  if (dtype == NF4_FLOAT16) {
-    return nested ? launch<__half, kWarps, kBlocks, kTiles, true, false>(args, grid, hopper, stream)
-                  : launch<__half, kWarps, kBlocks, kTiles, false, false>(args, grid, hopper, stream);
+  if constexpr (!NF4_TIMED) {
+    if (dtype == NF4_FLOAT16) {
+      return nested ? launch<__half, kWarps, kBlocks, kTiles, true, false>(args, grid, hopper, stream)
+                    : launch<__half, kWarps, kBlocks, kTiles, false, false>(args, grid, hopper, stream);
+    }
   }
 #endif
   if constexpr (kTiles == 1 && !NF4_TIMED) {
@@ -70,7 +73,7 @@ cudaError_t validate(const Nf4Linear& linear, const RowsPlan& plan, bool hopper)
   if (w.k % 64 || w.blocksize < 64 || linear.dtype == NF4_FLOAT32 || linear.tiles || !gate_fits(linear)) {
     return cudaErrorInvalidValue;
   }
-  if (NF4_TIMED && linear.norm_weight) return cudaErrorInvalidValue;
+  if (NF4_TIMED && (linear.norm_weight || linear.dtype != NF4_BFLOAT16)) return cudaErrorInvalidValue;
   // More tokens' gated activations, and those of tokens that are not normalised, are linear_wgmma's.
   if (linear.activation && (plan.tiles > 1 || !linear.norm_weight)) return cudaErrorInvalidValue;
   if (linear.norm_weight && (linear.dtype != NF4_BFLOAT16 || plan.passes > 1)) return cudaErrorInvalidValue;

@@ -4,7 +4,8 @@
 #include "../launch.cuh"
 #include "../linear_wgmma.cuh"
 
-// The files whose names end in _timed compile the others again, for the kernels that time their decoding; none of these gates.
+// The files whose names end in _timed compile the others again, for the kernels that time their decoding: of bfloat16, and
+// none of these gates.
 #ifndef NF4_TIMED
 #define NF4_TIMED false
 #endif
@@ -85,16 +86,13 @@ cudaError_t launch_instance(const Nf4Linear& linear, const WgmmaSizes& sizes, co
 #define NF4_LAUNCH(T, GATES)                                                                              \
   return nested ? launch_kernels<WgmmaTraits<T, Instance, true, GATES>, kTimed>(linear, sizes, args, map) \
                 : launch_kernels<WgmmaTraits<T, Instance, false, GATES>, kTimed>(linear, sizes, args, map)
-  if (args.gate.columns) {
-    if constexpr (kTimed) {
-      return cudaErrorInvalidValue;
-    } else {
-      NF4_LAUNCH(__nv_bfloat16, true);
-    }
-  }
+  if constexpr (!kTimed) {
+    if (args.gate.columns) NF4_LAUNCH(__nv_bfloat16, true);
 #ifndef NF4_BF16_ONLY
-  if (linear.dtype == NF4_FLOAT16) NF4_LAUNCH(__half, false);
+    if (linear.dtype == NF4_FLOAT16) NF4_LAUNCH(__half, false);
 #endif
+  }
+  if (args.gate.columns || linear.dtype == NF4_FLOAT16) return cudaErrorInvalidValue;
   NF4_LAUNCH(__nv_bfloat16, false);
 #undef NF4_LAUNCH
 }
