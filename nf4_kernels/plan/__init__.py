@@ -15,13 +15,12 @@ from nf4_kernels.plan.dequantize import Dequantize, dequantize_cost, slice_rows
 from nf4_kernels.plan.limits import COUNTERS, NORM_K, PREFETCH_BYTES, WORKSPACE_BYTES
 from nf4_kernels.plan.mma import MMA_COSTS, MMA_TOKENS, WHOLE_INSTANCES, Mma, mma_candidates, mma_cost
 from nf4_kernels.plan.mma_wide import WIDE_COSTS, WIDE_TOKENS, wide_candidates, wide_cost
-from nf4_kernels.plan.posed import posed_dequantize_cost, posed_rows_cost
+from nf4_kernels.plan.posed import posed_dequantize_cost
 from nf4_kernels.plan.rows import (
     GROUP_ROWS,
     HALF_ROWS,
     INSTANCES,
     MAX_ROWS_TOKENS,
-    SMALL_INSTANCES,
     Rows,
     rows_candidates,
     rows_cost,
@@ -40,7 +39,6 @@ __all__ = (
     "MMA_TOKENS",
     "NORM_K",
     "PREFETCH_BYTES",
-    "SMALL_INSTANCES",
     "WGMMA_INSTANCES",
     "WGMMA_TOKENS",
     "WHOLE_INSTANCES",
@@ -88,10 +86,7 @@ def candidates(
             tiles = 1 if m <= 8 else 2 if m <= 16 else 4
             for rows in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
                 if not (normalised and rows.passes > 1):
-                    own = (
-                        max(n * k * _WEIGHT_US, rows_cost(rows, m, n)) if hopper else posed_rows_cost(rows, m, n, arch)
-                    )
-                    yield rows, own
+                    yield rows, max(n * k * _WEIGHT_US, rows_cost(rows, m, n))
         if hopper and m in WGMMA_TOKENS:
             for wgmma in wgmma_candidates(m, n, k, multiprocessors):
                 yield wgmma, wgmma_cost(wgmma, m, n, k, multiprocessors)

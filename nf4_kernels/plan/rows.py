@@ -1,4 +1,4 @@
-"""linear_rows: which launches a device can do for a weight, and what they cost. For few tokens, from Ampere on."""
+"""linear_rows: which launches a device can do for a weight, and what they cost. For few tokens, on Hopper and sm_100."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ INSTANCES = (
     (16, 1, 4),
     (16, 2, 4),
 )
-# The same for devices whose blocks have 99 KB of shared memory.
-SMALL_INSTANCES = ((8, 1, 1), (8, 2, 1), (4, 2, 2), (4, 4, 2), (4, 2, 4))
-_SMALL_SHARED_BYTES = 99 << 10
-MAX_ROWS_BLOCKS = 80
-"""k blocks of an instance before sm_90, which brought clusters: for weights of longer rows linear_mma is faster."""
+_SHARED_BYTES = 227 << 10
+"""Shared memory of a thread block that the instances take; elsewhere linear_mma is faster."""
 _EVEN_SHARE = 0.95
 """The least share of a device's multiprocessors that a launch has to keep busy where its runs can be equally long."""
 
@@ -87,17 +84,10 @@ def shared_bytes(arch: int) -> int:
     """Shared memory that a thread block can have, as far as what is compiled uses it: 8.7 runs what is compiled for 8.6."""
     if arch == 80:
         return 163 << 10
-    return 227 << 10 if 90 <= arch < 120 else _SMALL_SHARED_BYTES
+    return _SHARED_BYTES if 90 <= arch < 120 else 99 << 10
 
 
-def rows_instances(arch: int) -> tuple[tuple[int, int, int], ...]:
-    """The instances that are compiled for a GPU: kIsPlanned of csrc/cuda/rows/layout.cuh."""
-    if shared_bytes(arch) == _SMALL_SHARED_BYTES:
-        return SMALL_INSTANCES
-    return INSTANCES if arch >= 90 else tuple(one for one in INSTANCES if one[0] * one[1] <= MAX_ROWS_BLOCKS)
-
-
-def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int, slots: int = 0) -> int:
+def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, slots: int = 0) -> int:
     """Number of ring stages that fit with `slots` row groups' sums: RowsLayout of csrc/cuda/rows/layout.cuh."""
     stage_blocks = warps * blocks
     scale_pitch = ((stage_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
@@ -106,20 +96,17 @@ def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes:
     fixed = 65536 + codes_squares + 2 * warps * tiles * 512 + 256 + slots * tiles * 512
     decoded = 65536 // ((stage_blocks + 1) // 2 * 256)
     limit = 4 if (blocks, tiles) == (4, 1) else 7  # their codes come in two pieces, each with its barriers
-    return max(0, min(limit, decoded, (shared_bytes - fixed) // stage))
+    return max(0, min(limit, decoded, (_SHARED_BYTES - fixed) // stage))
 
 
 def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int, nested: bool) -> list[Rows]:
     """Every linear_rows launch that a device can do for a weight [n, k] and tiles of 8 rows of x."""
     k_blocks, groups = k // 64, -(-n // GROUP_ROWS)
-    found, shared = [], shared_bytes(arch)
-    small = shared == _SMALL_SHARED_BYTES
-    for warps, blocks, instance_tiles in rows_instances(arch):
+    found: list[Rows] = []
+    for warps, blocks, instance_tiles in INSTANCES if shared_bytes(arch) == _SHARED_BYTES else ():
         if instance_tiles != tiles:
             continue
         for cluster, share in CLUSTERS.items():
-            if cluster > 1 and (arch < 90 or small):
-                continue
             runs = _even(min(int(multiprocessors * share), groups), -(-n // HALF_ROWS))
             fewest = -(-k_blocks // (cluster * warps * blocks))
             for passes in range(fewest, fewest + 3):
@@ -132,11 +119,8 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
                 if not warps * (blocks - 1) < part_blocks <= warps * blocks or (parts - 1) * part_blocks >= k_blocks:
                     continue
                 chunk = min(-(-groups // runs), 16 // tiles) if passes > 1 else -(-groups // runs)
-                if small and passes > 1:
-                    while chunk > 1 and rows_stages(warps, blocks, tiles, nested, shared, chunk) < 2:
-                        chunk -= 1
                 slots = 2 * (cluster - 1) + (chunk if passes > 1 else 0)
-                stages = rows_stages(warps, blocks, tiles, nested, shared, slots)
+                stages = rows_stages(warps, blocks, tiles, nested, slots)
                 if stages >= 2:
                     grid = runs * cluster
                     found.append(Rows(warps, blocks, tiles, stages, cluster, passes, part_blocks, chunk, grid))

@@ -44,9 +44,10 @@ def test_times_as_fitted_change_no_choice(arch: int) -> None:
 
 def test_a_kernel_that_is_slow_here_is_not_chosen_with_any_number_of_tokens() -> None:
     for m in range(1, 129):
-        assert isinstance(measured_choice(m, planted({Mma: 9.0, Rows: 9.0}), options), Dequantize)
-        assert not isinstance(measured_choice(m, planted({Mma: 9.0, Dequantize: 9.0}), options), Mma) or m > 32
+        assert isinstance(measured_choice(m, planted({Mma: 9.0}), options), Dequantize)
         assert isinstance(measured_choice(m, planted({Mma: 0.1}), options), Mma)
+        slow = planted({Rows: 9.0, Dequantize: 9.0}, 90)
+        assert isinstance(measured_choice(m, slow, partial(options, arch=90)), Wgmma) or m <= 8
 
 
 def test_no_choice_was_measured_to_be_slower_than_dequantization() -> None:
@@ -74,7 +75,7 @@ def test_what_was_not_measured_is_left_to_the_fitted_costs() -> None:
 def test_choices_on_a_device_follow_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "_properties", lambda index: (86, 82))
     fitted = cuda.plan_on(GPU, 20, N, K)
-    launches.use_times(GPU, {SHAPE: planted({Mma: 9.0, Rows: 9.0})})
+    launches.use_times(GPU, {SHAPE: planted({Mma: 9.0})})
     assert isinstance(cuda.plan_on(GPU, 20, N, K), Dequantize)
     assert cuda.plan_on(GPU, 20, N, K, nested=False) == plan(20, N, K, 86, 82, nested=False)
     assert cuda.plan_on(torch.device("cuda", 1), 20, N, K) == fitted

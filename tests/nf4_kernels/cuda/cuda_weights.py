@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nf4_kernels import Weight, cuda, reference
-from nf4_kernels.cuda.device import capability
+from nf4_kernels.cuda.device import arch, capability
 from nf4_kernels.plan import Wgmma
 
 ON_GPU = [
@@ -17,6 +17,9 @@ ON_GPU = [
 ]
 HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or capability(torch.device("cuda")) != (9, 0), reason="needs Hopper's wgmma"
+)
+HAS_ROWS = pytest.mark.skipif(
+    not torch.cuda.is_available() or not 90 <= arch(torch.device("cuda")) < 120, reason="has no linear_rows"
 )
 DEVICE = torch.device("cuda")
 # bfloat16 and float16: rounding of codes and outputs; far above it lies any wrong index.

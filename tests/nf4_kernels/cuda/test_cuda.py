@@ -11,7 +11,16 @@ from nf4_kernels import cuda, reference
 from nf4_kernels.cuda import device, launches
 from nf4_kernels.cuda.workspace import workspace_on
 from nf4_kernels.plan import WGMMA_INSTANCES, rows_candidates
-from tests.nf4_kernels.cuda.cuda_weights import DEVICE, HOPPER, ON_GPU, TOLERANCE, random_weight, relative_error, split
+from tests.nf4_kernels.cuda.cuda_weights import (
+    DEVICE,
+    HAS_ROWS,
+    HOPPER,
+    ON_GPU,
+    TOLERANCE,
+    random_weight,
+    relative_error,
+    split,
+)
 
 pytestmark = ON_GPU
 HALVES = (torch.bfloat16, torch.float16)
@@ -92,6 +101,7 @@ def test_results_do_not_change_from_run_to_run(m: int) -> None:
         assert different == 0, (n, k, m)
 
 
+@HAS_ROWS
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("multiprocessors", [5, 9])
 @pytest.mark.parametrize(("n", "k"), [(200, 8192), (136, 3072), (333, 1024), (90, 5376), (80, 12800), (112, 1600)])

@@ -10,7 +10,7 @@ import torch
 from nf4_kernels import cuda, ops, reference
 from nf4_kernels.cuda import device, launches
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, plan, rows_candidates
-from tests.nf4_kernels.cuda.cuda_weights import DEVICE, HOPPER, TOLERANCE, Random, gpu, random_weight, split
+from tests.nf4_kernels.cuda.cuda_weights import DEVICE, HAS_ROWS, HOPPER, TOLERANCE, Random, gpu, random_weight, split
 from tests.nf4_kernels.weights import is_close, quantized
 
 EPS = 1e-2
@@ -87,6 +87,7 @@ def test_any_shape(n: int, k: int, nested: bool) -> None:
 
 
 @gpu
+@HAS_ROWS
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(200, 8192), (136, 3072), (90, 5376), (7, 1024)])
 def test_every_rows_instance(n: int, k: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from nf4_kernels.format import nested_groups
 from nf4_kernels.plan import WGMMA_INSTANCES, Dequantize, rows_candidates
 from tests.nf4_kernels.cuda.cuda_weights import (
     DEVICE,
+    HAS_ROWS,
     HOPPER,
     ON_GPU,
     TOLERANCE,
@@ -85,6 +86,7 @@ def test_any_number_of_tokens(n: int, k: int, around: tuple[int, int]) -> None:
                 assert is_right(w, x, w.linear(x)), (m, dtype)
 
 
+@HAS_ROWS
 @pytest.mark.parametrize("multiprocessors", [5, 9])
 @pytest.mark.parametrize(("n", "k"), [(200, 8192), (333, 1024), (90, 5376)])
 def test_every_rows_instance_however_its_work_is_split(

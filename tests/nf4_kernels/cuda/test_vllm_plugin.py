@@ -39,7 +39,7 @@ with profile(activities=[ProfilerActivity.CUDA]) as profiled:
     bnb.matmul_4bit(x, packed.t(), state)
     torch.cuda.synchronize()
 kernels = " ".join(event.key for event in profiled.key_averages())
-assert "linear_rows" in kernels, kernels
+assert "linear_rows" in kernels or "linear_mma" in kernels, kernels
 nf4_kernels.disable()
 theirs = bnb.matmul_4bit(x, packed.t(), state)
 assert (theirs - out[:1]).norm() < 1e-2 * theirs.norm()

@@ -15,15 +15,14 @@ namespace {
 
 // An attribute of the current device; -1 where CUDA does not say.
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kNormalises, bool kGates = false>
-cudaError_t launch(const RowsArgs& args, int grid, bool hopper, cudaStream_t stream) {
+cudaError_t launch(const RowsArgs& args, int grid, cudaStream_t stream) {
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
   if (args.stages < 1 || args.stages > Layout::kStageLimit) return cudaErrorInvalidValue;
   auto* kernel = linear_rows<T, kWarps, kBlocks, kTiles, kNested, NF4_TIMED, kNormalises, kGates>;
   int shared = Layout::total(args.stages, args.cluster, args.passes > 1 ? args.chunk : 0);
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
-  // Both are Hopper's: programmatic dependent launch, and clusters, whose blocks reach each other's shared memory.
-  if (args.cluster > 1 && !hopper) return cudaErrorInvalidValue;
+  // Programmatic dependent launch, and clusters, whose blocks reach each other's shared memory.
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -36,39 +35,39 @@ cudaError_t launch(const RowsArgs& args, int grid, bool hopper, cudaStream_t str
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = !hopper ? 0 : args.cluster > 1 ? 2 : 1;
+  config.numAttrs = args.cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
 template <int kWarps, int kBlocks, int kTiles>
-cudaError_t launch(const RowsArgs& args, int dtype, int grid, bool hopper, cudaStream_t stream) {
+cudaError_t launch(const RowsArgs& args, int dtype, int grid, cudaStream_t stream) {
   bool nested = args.weight.absmax_8bit != nullptr;
 #ifndef NF4_BF16_ONLY
   if constexpr (!NF4_TIMED) {
     if (dtype == NF4_FLOAT16) {
-      return nested ? launch<__half, kWarps, kBlocks, kTiles, true, false>(args, grid, hopper, stream)
-                    : launch<__half, kWarps, kBlocks, kTiles, false, false>(args, grid, hopper, stream);
+      return nested ? launch<__half, kWarps, kBlocks, kTiles, true, false>(args, grid, stream)
+                    : launch<__half, kWarps, kBlocks, kTiles, false, false>(args, grid, stream);
     }
   }
 #endif
   if constexpr (kTiles == 1 && !NF4_TIMED) {
     if (args.gate.columns) {
-      return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true, true>(args, grid, hopper, stream)
-                    : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true, true>(args, grid, hopper, stream);
+      return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true, true>(args, grid, stream)
+                    : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true, true>(args, grid, stream);
     }
   }
   if constexpr (!NF4_TIMED) {
     if (args.norm_weight) {
-      return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true>(args, grid, hopper, stream)
-                    : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true>(args, grid, hopper, stream);
+      return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true>(args, grid, stream)
+                    : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true>(args, grid, stream);
     }
   }
-  return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, false>(args, grid, hopper, stream)
-                : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, false>(args, grid, hopper, stream);
+  return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, false>(args, grid, stream)
+                : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, false>(args, grid, stream);
 }
 
 // Whether the plan fits these operands and this device.
-cudaError_t validate(const Nf4Linear& linear, const RowsPlan& plan, bool hopper) {
+cudaError_t validate(const Nf4Linear& linear, const RowsPlan& plan) {
   const Nf4Weight& w = linear.weight;
   if (w.k % 64 || w.blocksize < 64 || linear.dtype == NF4_FLOAT32 || linear.tiles || !gate_fits(linear)) {
     return cudaErrorInvalidValue;
@@ -79,7 +78,7 @@ cudaError_t validate(const Nf4Linear& linear, const RowsPlan& plan, bool hopper)
   if (linear.norm_weight && (linear.dtype != NF4_BFLOAT16 || plan.passes > 1)) return cudaErrorInvalidValue;
   if (linear.m > plan.tiles * 8 || plan.blocks * plan.warps < plan.part_blocks) return cudaErrorInvalidValue;
   if (plan.cluster < 1 || plan.cluster > kMaxCluster || plan.grid % plan.cluster) return cudaErrorInvalidValue;
-  if (reserves_shared_memory() && device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) {
+  if (!has_hopper_launches() || device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) {
     return cudaErrorNotSupported;
   }
   return cudaSuccess;
@@ -126,12 +125,12 @@ RowsArgs build_args(const Nf4Linear& linear, const RowsPlan& plan) {
 }
 
 // Launches the instance that the plan names; cudaErrorInvalidValue where there is none.
-cudaError_t launch(const Nf4Linear& linear, const RowsPlan& plan, const RowsArgs& args, bool hopper) {
+cudaError_t launch(const Nf4Linear& linear, const RowsPlan& plan, const RowsArgs& args) {
   cudaStream_t stream = static_cast<cudaStream_t>(linear.stream);
 // nf4_kernels/plan/rows.py lists the same instances.
 #define NF4_INSTANCE(WARPS, BLOCKS, TILES)                                                 \
   if (plan.warps == WARPS && plan.blocks == BLOCKS && plan.tiles == TILES) {            \
-    return launch<WARPS, BLOCKS, TILES>(args, linear.dtype, plan.grid, hopper, stream);    \
+    return launch<WARPS, BLOCKS, TILES>(args, linear.dtype, plan.grid, stream);    \
   }
   NF4_INSTANCE(8, 9, 1)
   NF4_INSTANCE(8, 10, 1)
@@ -150,11 +149,6 @@ cudaError_t launch(const Nf4Linear& linear, const RowsPlan& plan, const RowsArgs
   NF4_INSTANCE(14, 6, 2)
   NF4_INSTANCE(16, 1, 4)
   NF4_INSTANCE(16, 2, 4)
-  NF4_INSTANCE(8, 1, 1)
-  NF4_INSTANCE(8, 2, 1)
-  NF4_INSTANCE(4, 2, 2)
-  NF4_INSTANCE(4, 4, 2)
-  NF4_INSTANCE(4, 2, 4)
 #undef NF4_INSTANCE
   return cudaErrorInvalidValue;
 }
@@ -164,8 +158,7 @@ cudaError_t launch(const Nf4Linear& linear, const RowsPlan& plan, const RowsArgs
 
 // Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits the plan.
 NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
-  bool hopper = nf4::has_hopper_launches();
-  cudaError_t status = nf4::validate(*linear, *plan, hopper);
+  cudaError_t status = nf4::validate(*linear, *plan);
   if (status != cudaSuccess) return status;
-  return nf4::launch(*linear, *plan, nf4::build_args(*linear, *plan), hopper);
+  return nf4::launch(*linear, *plan, nf4::build_args(*linear, *plan));
 }

@@ -85,9 +85,7 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
     for (int i = 0; i < kBlocks; ++i) {
       if (kJumps && i == kBlocks - 1 && i * kWarps >= count) break;
       bool one = kJumps || i < kBlocks - 1 || i * kWarps < count;
-#if __CUDA_ARCH__ >= 900
       if (i > 0 && i == Layout::kFirstBlocks) barrier_wait(Layout::rest_full(base, ring.stage), ring.parity);
-#endif
       decoding.resume();
       uint2 upper = *reinterpret_cast<const uint2*>(bytes + i * kWarps * 32);
       uint2 lower = *reinterpret_cast<const uint2*>(bytes + 8 * Layout::kWeightPitch + i * kWarps * 32);
@@ -274,9 +272,6 @@ __device__ __forceinline__ void run_linear_rows(const RowsArgs& args) {
   }
 }
 
-// Before sm_90, which brought clusters, there is no instance of more k blocks: for weights of longer rows linear_mma is faster.
-constexpr int kMaxRowsBlocks = 80;
-
 // kTimed: one warp times its decoding. It is a kernel of its own, since a second loop beside the first, though
 // no warp enters it, makes the first one up to 50 % slower (registers).
 // kNormalises: the tokens are normalised (with one pass only). It is a kernel of its own, since code for it beside the other
@@ -285,14 +280,12 @@ constexpr int kMaxRowsBlocks = 80;
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed, bool kNormalises, bool kGates>
 __global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32, 1)
     linear_rows(const __grid_constant__ RowsArgs args) {
-#if __CUDA_ARCH__ >= 800
+// Elsewhere linear_mma is faster.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
-  constexpr bool kMmaIsFaster = __CUDA_ARCH__ < 900 && kWarps * kBlocks > kMaxRowsBlocks;
-  if constexpr (kIsPlanned<Layout::total(2, 1, 0)> && !kMmaIsFaster) {
-    run_linear_rows<T, Layout, kWarps, kBlocks, kTiles, kNested, kTimed, kNormalises, kGates>(args);
-  } else {
-    __trap();
-  }
+  run_linear_rows<T, Layout, kWarps, kBlocks, kTiles, kNested, kTimed, kNormalises, kGates>(args);
+#else
+  __trap();
 #endif
 }
 

@@ -26,8 +26,8 @@ __device__ __forceinline__ unsigned most_scale_bytes(const RowsArgs& args, int c
 }
 
 // Loads a stage: the codes of 16 rows and one part of k, and their scales in whole 16-byte pieces (a piece with one byte
-// inside an allocation is inside it whole). On Hopper one lane issues the copies: its addresses lie in uniform registers,
-// while a warp's lanes would issue theirs one by one, at 75 cycles each.
+// inside an allocation is inside it whole). One lane issues the copies: its addresses lie in uniform registers, while a warp's
+// lanes would issue theirs one by one, at 75 cycles each.
 template <typename Layout, bool kNested, bool kGates>
 __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, const RowsRun& run, int stage) {
   constexpr int kSize = kNested ? 1 : 4;
@@ -44,7 +44,6 @@ __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, 
     int64_t last = (first_block + count - 1) >> args.scale_shift;
     return static_cast<unsigned>((((last + 1) * kSize + 15) & ~int64_t{15}) - piece * kSize);
   };
-#if __CUDA_ARCH__ >= 900
   if (elect_one()) {
     constexpr int kFirst = Layout::kFirstBlocks * Layout::kWarps;
     unsigned all = count * 32, bytes = kFirst ? min(all, kFirst * 32) : all, rest = all - bytes;
@@ -110,19 +109,6 @@ __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, 
     }
   }
   __syncwarp();
-#else
-  int lane = threadIdx.x % 32, r = lane % kGroupRows;
-  block += int64_t{r} * args.k_blocks + (kGates && r >= kHalfRows ? blocks_between : 0);
-  if (r >= rows) {
-    copy_and_arrive(0, nullptr, 0, full);
-  } else if (lane < kGroupRows) {
-    copy_and_arrive(target + r * Layout::kWeightPitch, codes + block * 32, count * 32, full);
-  } else {
-    int64_t piece = (block >> args.scale_shift) & ~int64_t{kNested ? 15 : 3};
-    unsigned bytes = scale_bytes(block, piece);
-    copy_and_arrive(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, bytes, full);
-  }
-#endif
 }
 
 // Keeps the loads that fill the ring to memory's pace. While the block's activations are not there, they would compete with
