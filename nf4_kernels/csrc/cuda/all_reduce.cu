@@ -14,22 +14,15 @@ namespace nf4 {
 namespace {
 
 template <typename T, int kMaxRanks>
-cudaError_t launch(const ReduceArgs& args, bool ll128, cudaStream_t stream) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
+cudaError_t launch(const ReduceArgs& args, bool ll128, void* stream) {
   int of_block = ll128 ? kBlockWarps * kWarpChunks : kReduceThreads;
-  config.gridDim = dim3(static_cast<unsigned>((args.chunks + of_block - 1) / of_block));
-  config.blockDim = dim3(kReduceThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = has_hopper_launches() ? 1 : 0;
-  return cudaLaunchKernelEx(&config, ll128 ? all_reduce_ll128<T, kMaxRanks> : all_reduce_ll<T, kMaxRanks>, args);
+  dim3 grid(static_cast<unsigned>((args.chunks + of_block - 1) / of_block));
+  auto* kernel = ll128 ? all_reduce_ll128<T, kMaxRanks> : all_reduce_ll<T, kMaxRanks>;
+  return launch_kernel(kernel, {grid, kReduceThreads}, stream, args);
 }
 
 template <typename T>
-cudaError_t launch(const ReduceArgs& args, bool ll128, cudaStream_t stream) {
+cudaError_t launch(const ReduceArgs& args, bool ll128, void* stream) {
   if (args.ranks <= 2) return launch<T, 2>(args, ll128, stream);
   if (args.ranks <= 4) return launch<T, 4>(args, ll128, stream);
   return launch<T, NF4_MAX_RANKS>(args, ll128, stream);
@@ -56,11 +49,10 @@ NF4_EXPORT int nf4_cuda_all_reduce(const Nf4AllReduce* reduce) {
   args.rank = reduce->rank;
   args.ranks = ranks;
   args.fatal = reduce->fatal != 0;
-  cudaStream_t stream = static_cast<cudaStream_t>(reduce->stream);
   switch (reduce->dtype) {
-    case NF4_FLOAT32: return nf4::launch<float>(args, ll128, stream);
-    case NF4_FLOAT16: return nf4::launch<__half>(args, ll128, stream);
-    case NF4_BFLOAT16: return nf4::launch<__nv_bfloat16>(args, ll128, stream);
+    case NF4_FLOAT32: return nf4::launch<float>(args, ll128, reduce->stream);
+    case NF4_FLOAT16: return nf4::launch<__half>(args, ll128, reduce->stream);
+    case NF4_BFLOAT16: return nf4::launch<__nv_bfloat16>(args, ll128, reduce->stream);
     default: return cudaErrorInvalidValue;
   }
 }

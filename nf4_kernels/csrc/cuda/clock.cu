@@ -2,6 +2,7 @@
 // instruction, and add up the times that launches left.
 #include "clock.cuh"
 #include "common.cuh"
+#include "device.cuh"
 #include "pipeline.cuh"
 
 namespace nf4 {
@@ -24,16 +25,7 @@ __global__ void __launch_bounds__(kThreads) work(uint64_t* clock, float* written
 
 cudaError_t launch_work(uint64_t* clock, float* written, int blocks, unsigned lasting, bool followed,
                         cudaStream_t stream) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, work, clock, written, lasting, followed);
+  return launch_kernel(work, {blocks, kThreads}, stream, clock, written, lasting, followed);
 }
 
 // Adds what the launches of each kind left to the kind's totals and clears it, for the next launches that leave it there.

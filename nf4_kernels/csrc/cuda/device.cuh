@@ -25,4 +25,35 @@ inline bool has_hopper_launches() {
 #endif
 }
 
+struct LaunchShape {
+  dim3 grid;
+  int threads;
+  int shared = 0;         // bytes of dynamic shared memory
+  int cluster = 1;        // thread blocks of a cluster; more than one from sm_90 on
+  bool dependent = true;  // whether, from sm_90 on, it may start before the one in front has ended
+};
+
+template <typename... Parameters, typename... Values>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, void* stream, Values&&... values) {
+  // With what is static a thread block has 48 KB unasked.
+  cudaError_t status = shape.shared > 32 * 1024
+                           ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared)
+                           : cudaSuccess;
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = shape.dependent;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shape.shared);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = !has_hopper_launches() ? 0 : shape.cluster > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(values)...);
+}
+
 }  // namespace nf4

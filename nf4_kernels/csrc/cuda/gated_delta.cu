@@ -305,16 +305,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2) gated_delta(const __grid_const
 
 template <typename T, typename State, bool kWhole>
 cudaError_t launch(const Nf4GatedDelta& p) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(p.value_heads, p.sequences);
-  config.blockDim = dim3(kWarps * 32);
-  config.stream = static_cast<cudaStream_t>(p.stream);
-  config.attrs = &attribute;
-  config.numAttrs = has_hopper_launches() ? 1 : 0;
-  return cudaLaunchKernelEx(&config, gated_delta<T, State, kWhole>, p);
+  return launch_kernel(gated_delta<T, State, kWhole>, {dim3(p.value_heads, p.sequences), kWarps * 32}, p.stream, p);
 }
 
 template <typename T>

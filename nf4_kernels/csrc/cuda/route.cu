@@ -39,22 +39,14 @@ __global__ void __launch_bounds__(kWarps * 32) route(const __grid_constant__ Rou
 #endif
 }
 
-// Launches one warp for each row; from sm_90 on the launch may start before the one in front has ended.
-cudaError_t launch(void (*kernel)(RouteArgs), const RouteArgs& args, cudaStream_t stream) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((args.rows + kWarps - 1) / kWarps));
-  config.blockDim = dim3(kWarps * 32);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = has_hopper_launches() ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
+// Launches one warp for each row.
+cudaError_t launch(void (*kernel)(RouteArgs), const RouteArgs& args, void* stream) {
+  unsigned blocks = static_cast<unsigned>((args.rows + kWarps - 1) / kWarps);
+  return launch_kernel(kernel, {dim3(blocks), kWarps * 32}, stream, args);
 }
 
 template <typename T>
-cudaError_t launch_route(const RouteArgs& args, cudaStream_t stream) {
+cudaError_t launch_route(const RouteArgs& args, void* stream) {
   if (args.width <= 64) return launch(route<T, 2>, args, stream);
   if (args.width <= 128) return launch(route<T, 4>, args, stream);
   if (args.width <= 256) return launch(route<T, 8>, args, stream);
@@ -71,7 +63,6 @@ NF4_EXPORT int nf4_cuda_route(const void* logits, float* weights, int32_t* exper
                               int32_t dtype, int32_t normalised, int32_t rounded, void* stream) {
   if (width < 1 || width > 1024 || k < 1 || k > width || k > 32 || rows < 1 || rows > 1 << 30) return cudaErrorInvalidValue;
   nf4::RouteArgs args{logits, {weights, experts, k, normalised != 0, rounded}, rows, width};
-  cudaStream_t on = static_cast<cudaStream_t>(stream);
-  if (dtype == NF4_FLOAT32) return nf4::launch_route<float>(args, on);
-  return dtype == NF4_FLOAT16 ? nf4::launch_route<__half>(args, on) : nf4::launch_route<__nv_bfloat16>(args, on);
+  if (dtype == NF4_FLOAT32) return nf4::launch_route<float>(args, stream);
+  return dtype == NF4_FLOAT16 ? nf4::launch_route<__half>(args, stream) : nf4::launch_route<__nv_bfloat16>(args, stream);
 }

@@ -6,6 +6,7 @@
 // cluster, where a warp chooses the token's experts.
 #include <stdint.h>
 
+#include "device.cuh"
 #include "pipeline.cuh"
 #include "router.cuh"
 #include "rows/activations.cuh"
@@ -142,21 +143,10 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) route_linear(const __grid_
 }
 
 template <typename T>
-cudaError_t launch(const RouterArgs& args, cudaStream_t stream) {
-  int cluster = (args.width + kExperts - 1) / kExperts;
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((args.tokens + kTokens - 1) / kTokens * cluster));
-  config.blockDim = dim3(static_cast<unsigned>(args.hidden / (kChunks * 64) * 32));
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, route_linear<T>, args);
+cudaError_t launch(const RouterArgs& args, void* stream) {
+  int cluster = (args.width + kExperts - 1) / kExperts, blocks = (args.tokens + kTokens - 1) / kTokens * cluster;
+  LaunchShape shape{dim3(static_cast<unsigned>(blocks)), args.hidden / (kChunks * 64) * 32, 0, cluster};
+  return launch_kernel(route_linear<T>, shape, stream, args);
 }
 
 }  // namespace
@@ -176,6 +166,5 @@ NF4_EXPORT int nf4_cuda_route_linear(const void* x, const void* weight, float* w
     return cudaErrorInvalidValue;
   }
   nf4::RouterArgs args{x, weight, {weights, experts, k, normalised != 0, rounded}, static_cast<int>(tokens), hidden, width};
-  cudaStream_t on = static_cast<cudaStream_t>(stream);
-  return dtype == NF4_FLOAT16 ? nf4::launch<__half>(args, on) : nf4::launch<__nv_bfloat16>(args, on);
+  return dtype == NF4_FLOAT16 ? nf4::launch<__half>(args, stream) : nf4::launch<__nv_bfloat16>(args, stream);
 }

@@ -1,4 +1,5 @@
 // Launches of decode.cuh's kernel.
+#include "../device.cuh"
 #include "decode.cuh"
 
 namespace nf4 {
@@ -9,32 +10,14 @@ template <typename T, int kWarps, int kStages>
 cudaError_t launch(const Nf4DecodeAttention& args) {
   constexpr int kRing = kWarps * kStages * static_cast<int>(kStageBytes);
   static_assert(sizeof(Shared<kWarps>) <= kRing);
-  int device = 0, major = 0, all = 0, reserved = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  auto ask = [&](int* to, cudaDeviceAttr what) {
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(to, what, device);
-  };
-  ask(&major, cudaDevAttrComputeCapabilityMajor);
-  ask(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  ask(&reserved, cudaDevAttrReservedSharedMemoryPerBlock);
-  if (status != cudaSuccess) return status;
+  int all = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  int reserved = device_attribute(cudaDevAttrReservedSharedMemoryPerBlock);
+  if (all < 0 || reserved < 0) return cudaErrorNotSupported;
   // A multiprocessor that ran more than per_processor thread blocks would leave fewer for others, because the launch fills
   // each one as the launch in front leaves it. So a block asks for so much shared memory that there is no room for one more.
   int bytes = max(kRing, all / (args.per_processor + 1) - reserved + 16);
-  auto* kernel = attend<T, kWarps, kStages>;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(args.item_count), static_cast<unsigned>(args.kv_heads));
-  config.blockDim = dim3(kWarps * 32);
-  config.dynamicSmemBytes = bytes;
-  config.stream = static_cast<cudaStream_t>(args.stream);
-  config.attrs = &attribute;
-  config.numAttrs = major >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  dim3 grid(static_cast<unsigned>(args.item_count), static_cast<unsigned>(args.kv_heads));
+  return launch_kernel(attend<T, kWarps, kStages>, {grid, kWarps * 32, bytes}, args.stream, args);
 }
 
 template <typename T>

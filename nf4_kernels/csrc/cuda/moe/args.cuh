@@ -1,4 +1,4 @@
-// What the kernels of a mixture of experts share: the list of groups, the work's description, how a kernel is launched.
+// What the kernels of a mixture of experts share: the list of groups, the work's description.
 #pragma once
 
 #include "../common.cuh"
@@ -34,27 +34,6 @@ inline int64_t moe_capacity(const Nf4Moe& moe, int size) {
 // Bytes of a list, a multiple of 256.
 inline int64_t list_bytes(int64_t capacity, int size) {
   return ((kListHeader + capacity + capacity * size) * 4 + 255) / 256 * 256;
-}
-
-// Launches a kernel, which from sm_90 on may start before the one in front has ended (programmatic dependent launch).
-template <typename... Parameters, typename... Values>
-cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t grid, int threads, int shared, void* stream,
-                             Values&&... values) {
-  cudaError_t status = shared > 48 * 1024
-                           ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared)
-                           : cudaSuccess;
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = has_hopper_launches() ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(values)...);
 }
 
 // Writes zeros to the output rows of choices whose expert does not exist. All warps of a launch call it, each with its number.

@@ -44,7 +44,7 @@ template <typename T>
 cudaError_t launch_gated_sums(const SumArgs& sums, int activation, void* stream) {
   constexpr int kThreads = 128;
   int blocks = (sums.n / 2 + kThreads * 4 - 1) / (kThreads * 4);
-  return launch_dependent(sum_gated<T>, int64_t{sums.tokens} * blocks, kThreads, 0, stream, sums, activation, blocks);
+  return launch_kernel(sum_gated<T>, {sums.tokens * blocks, kThreads}, stream, sums, activation, blocks);
 }
 
 }  // namespace nf4

@@ -72,7 +72,7 @@ inline SortArgs sort_args(const Nf4Moe& moe, int size, GroupList* list) {
 }
 
 inline cudaError_t launch_sort(const Nf4Moe& moe, const SortArgs& args) {
-  return launch_dependent(sort_alone, 1, kSortThreads, sort_shared_bytes(moe.num_experts), moe.stream, args);
+  return launch_kernel(sort_alone, {1, kSortThreads, sort_shared_bytes(moe.num_experts)}, moe.stream, args);
 }
 
 }  // namespace nf4

@@ -88,17 +88,9 @@ __global__ void sum_choices(const __grid_constant__ SumArgs args) {
 
 template <typename T, typename Result>
 cudaError_t launch_sums(const SumArgs& args, void* stream) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  int threads = 128;
-  config.gridDim = dim3(static_cast<unsigned>(args.tokens), static_cast<unsigned>((args.n + threads * 4 - 1) / (threads * 4)));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = has_hopper_launches() ? 1 : 0;
-  return cudaLaunchKernelEx(&config, sum_choices<T, Result>, args);
+  constexpr int kThreads = 128;
+  dim3 grid(static_cast<unsigned>(args.tokens), static_cast<unsigned>((args.n + kThreads * 4 - 1) / (kThreads * 4)));
+  return launch_kernel(sum_choices<T, Result>, {grid, kThreads}, stream, args);
 }
 
 }  // namespace nf4

@@ -15,32 +15,18 @@ namespace {
 
 // An attribute of the current device; -1 where CUDA does not say.
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kNormalises, bool kGates = false>
-cudaError_t launch(const RowsArgs& args, int grid, cudaStream_t stream) {
+cudaError_t launch(const RowsArgs& args, int grid, void* stream) {
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
   if (args.stages < 1 || args.stages > Layout::kStageLimit) return cudaErrorInvalidValue;
   auto* kernel = linear_rows<T, kWarps, kBlocks, kTiles, kNested, NF4_TIMED, kNormalises, kGates>;
   int shared = Layout::total(args.stages, args.cluster, args.passes > 1 ? args.chunk : 0);
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (status != cudaSuccess) return status;
-  // Programmatic dependent launch, and clusters, whose blocks reach each other's shared memory.
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = args.cluster;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3((kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = args.cluster > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  dim3 blocks(static_cast<unsigned>(grid));
+  constexpr int kThreads = (kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32;
+  return launch_kernel(kernel, {blocks, kThreads, shared, args.cluster}, stream, args);
 }
 
 template <int kWarps, int kBlocks, int kTiles>
-cudaError_t launch(const RowsArgs& args, int dtype, int grid, cudaStream_t stream) {
+cudaError_t launch(const RowsArgs& args, int dtype, int grid, void* stream) {
   bool nested = args.weight.absmax_8bit != nullptr;
 #ifndef NF4_BF16_ONLY
   if constexpr (!NF4_TIMED) {
@@ -126,11 +112,10 @@ RowsArgs build_args(const Nf4Linear& linear, const RowsPlan& plan) {
 
 // Launches the instance that the plan names; cudaErrorInvalidValue where there is none.
 cudaError_t launch(const Nf4Linear& linear, const RowsPlan& plan, const RowsArgs& args) {
-  cudaStream_t stream = static_cast<cudaStream_t>(linear.stream);
 // nf4_kernels/plan/rows.py lists the same instances.
 #define NF4_INSTANCE(WARPS, BLOCKS, TILES)                                                 \
   if (plan.warps == WARPS && plan.blocks == BLOCKS && plan.tiles == TILES) {            \
-    return launch<WARPS, BLOCKS, TILES>(args, linear.dtype, plan.grid, stream);    \
+    return launch<WARPS, BLOCKS, TILES>(args, linear.dtype, plan.grid, linear.stream);       \
   }
   NF4_INSTANCE(8, 9, 1)
   NF4_INSTANCE(8, 10, 1)

@@ -24,8 +24,8 @@ cudaError_t launch_boxed(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRo
   using Layout = MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested, true>;
   CUtensorMap map;
   if (!fits<Layout>(args, plan) || args.k_blocks != Layout::kUnitBlocks || !encode_boxes(moe, &map)) return cudaErrorInvalidValue;
-  return launch_dependent(moe_rows_boxed<T, kWarps, kTeams, kBlocks, kTiles, kNested>, plan.grid, Layout::kThreads,
-                          shared_bytes<Layout, kTiles>(plan), moe.stream, args, map);
+  return launch_kernel(moe_rows_boxed<T, kWarps, kTeams, kBlocks, kTiles, kNested>,
+                       {plan.grid, Layout::kThreads, shared_bytes<Layout, kTiles>(plan)}, moe.stream, args, map);
 }
 
 template <int kWarps, int kTeams, int kBlocks, int kTiles>

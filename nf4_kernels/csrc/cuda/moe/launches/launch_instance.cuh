@@ -24,8 +24,8 @@ template <typename T, int kWarps, int kTeams, int kBlocks, int kTiles, bool kNes
 cudaError_t launch(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan) {
   using Layout = MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested>;
   if (!fits<Layout>(args, plan)) return cudaErrorInvalidValue;
-  return launch_dependent(moe_rows<T, kWarps, kTeams, kBlocks, kTiles, kNested>, plan.grid, Layout::kThreads,
-                          shared_bytes<Layout, kTiles>(plan), moe.stream, args);
+  return launch_kernel(moe_rows<T, kWarps, kTeams, kBlocks, kTiles, kNested>,
+                       {plan.grid, Layout::kThreads, shared_bytes<Layout, kTiles>(plan)}, moe.stream, args);
 }
 
 template <int kWarps, int kTeams, int kBlocks, int kTiles>

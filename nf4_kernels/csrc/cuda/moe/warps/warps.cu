@@ -53,7 +53,7 @@ cudaError_t launch(const MoeWarpsArgs& args, const Nf4Moe& moe, const MoeWarpsPl
   if (group_scratch_bytes(args.choices, args.num_experts) > kWarps * Layout::kWarpBytes) return cudaErrorInvalidValue;
   int shared = Layout::kHeld + HeldGroups<Layout::kSize>::bytes(plan.held_groups);
   if (plan.adds) shared += (1 + (args.row_groups + plan.grid - 1) / plan.grid * Layout::kRows) * args.choices * 4;
-  return launch_dependent(moe_warps<T, Layout>, plan.grid, Layout::kThreads, shared, moe.stream, args);
+  return launch_kernel(moe_warps<T, Layout>, {plan.grid, Layout::kThreads, shared}, moe.stream, args);
 }
 
 // nf4_kernels/plan/moe.py lists the same warps and row tiles.

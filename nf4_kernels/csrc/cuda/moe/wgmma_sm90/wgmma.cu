@@ -87,13 +87,13 @@ cudaError_t launch_preparation(const Nf4Moe& moe, const MoeWgmmaPlan& plan, MoeW
   if (args->tiled) {
     cudaError_t status = launch_sort(moe, prepare.sort);
     if (status != cudaSuccess) return status;
-    return launch_dependent(tile_choices<T>, plan.grid * 2, kSortThreads, 0, moe.stream, prepare, args->list,
-                            args->x_choices);
+    return launch_kernel(tile_choices<T>, {plan.grid * 2, kSortThreads}, moe.stream, prepare, args->list,
+                         args->x_choices);
   }
   int64_t chunks = int64_t{prepare.rows} * args->row_bytes / 16, blocks = (chunks + kSortThreads - 1) / kSortThreads;
   if (blocks > plan.grid * 2) blocks = plan.grid * 2;
-  return launch_dependent(prepare_choices<T>, blocks + 1, kSortThreads, sort_shared_bytes(moe.num_experts), moe.stream,
-                          prepare);
+  return launch_kernel(prepare_choices<T>, {blocks + 1, kSortThreads, sort_shared_bytes(moe.num_experts)},
+                       moe.stream, prepare);
 }
 
 template <typename T>

@@ -17,8 +17,8 @@ cudaError_t launch_moe_instance(const Nf4Moe& moe, const MoeWgmmaArgs& args, con
 #define NF4_LAUNCH(T, NESTED, GATES)                                                                              \
   if (nested == NESTED && gates == GATES) {                                                                       \
     using Traits = WgmmaTraits<T, Instance, NESTED, GATES>;                                                       \
-    return launch_dependent(moe_wgmma<Traits>, grid, Traits::kThreads, WgmmaLayout<Traits>::kTotal, moe.stream, \
-                            args, map);                                                                           \
+    LaunchShape shape{grid, Traits::kThreads, WgmmaLayout<Traits>::kTotal};                                       \
+    return launch_kernel(moe_wgmma<Traits>, shape, moe.stream, args, map);                                        \
   }
 #define NF4_LAUNCH_ALL(T)    \
   NF4_LAUNCH(T, false, false) \
