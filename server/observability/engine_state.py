@@ -97,6 +97,10 @@ class EngineCollector(Collector):
             ),
             ("linear_seconds", "Time spent in NF4 linear layers since the engine started.", stats.linear_seconds_total),
         )
+        yield from self._labelled(stats)
+
+    def _labelled(self, stats: EngineStats) -> Iterator[Metric]:
+        """Those with labels beside the model's name."""
         yield self._family(
             CounterMetricFamily,
             "failed_steps",
