@@ -28,7 +28,10 @@ class Named:
     separator: tuple[str, ...]
     end: tuple[str, ...]
     name: re.Pattern[str]
-    """What models write from the mark on, or from the end of a call on, to the next one's arguments."""
+    """What models write from the mark on, or from the end of a call on, to the next one's arguments.
+
+    It is looked for in each piece of an answer, so it has no way to divide blanks that go on and on.
+    """
     call_end: re.Pattern[str] = re.compile("")
     """What they write behind arguments."""
     make_id: Callable[[], str] = call_id
@@ -64,8 +67,8 @@ DEEPSEEK = Named(
     ("<｜tool▁calls▁begin｜>",), ("<｜tool▁call▁begin｜>",), ("<｜tool▁sep｜>",), ("<｜tool▁call▁end｜>",), (),
     ("<｜tool▁calls▁end｜>",),
     name=re.compile(
-        r"\s*(?:<｜tool▁call▁begin｜>)?\s*(?:function\s*<｜tool▁sep｜>)?\s*([A-Za-z0-9_.\-]+)\s*(?:<｜tool▁sep｜>)?"
-        r"\s*(?:```json)?\s*(?=\{)"
+        r"\s*(?:<｜tool▁call▁begin｜>\s*)?(?:function\s*<｜tool▁sep｜>\s*)?([A-Za-z0-9_.\-]+)\s*(?:<｜tool▁sep｜>\s*)?"
+        r"(?:```json\s*)?(?=\{)"
     ),
     call_end=re.compile(r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>)?\s*"),
 )  # fmt: skip
