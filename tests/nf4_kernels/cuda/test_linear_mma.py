@@ -71,11 +71,16 @@ def warps_of(instance: tuple[int, int]) -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
-def check(w: Random, choice: Mma, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launch's sums are right, on poisoned memory, twice the same bits, and leave all counters zero."""
+def check(
+    w: Random, choice: Mma, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, size: float = 1.0
+) -> None:
+    """The launch's sums are right, on poisoned memory, twice the same bits, and leave all counters zero.
+
+    size: of the activations.
+    """
     with monkeypatch.context() as patch:
         patch.setattr(launches, "_plan", lambda *_: choice)
-        x = torch.randn(m, w.k, device=DEVICE, dtype=dtype)
+        x = torch.randn(m, w.k, device=DEVICE, dtype=dtype) * size
         workspace = workspace_on(DEVICE)
         assert workspace is not None
         workspace[0].fill_(0xFF)
@@ -151,6 +156,17 @@ def test_blocks_of_zeros(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) ->
     w.weight.absmax.view(200, -1)[:, ::8] = 0
     for instance, warps in itertools.product(WHOLE_INSTANCES, SOME_WARPS):
         check(w, whole(instance, warps, instance[1], w.n), instance[1], dtype, monkeypatch)
+
+
+def test_sums_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles whose sums are in units of the latest scale, too, and with k that ends within a step."""
+    for n, k in [(63, 64), (200, 4160)]:
+        for size in (1e-25, 1e25):
+            w = random_weight(n, k)
+            for instance, warps in itertools.product(WHOLE_INSTANCES, SOME_WARPS):
+                check(w, whole(instance, warps, instance[1], n), instance[1], BFLOAT16, monkeypatch, size)
+            for row_tiles, tokens in WIDE_COSTS:
+                check(w, wide(row_tiles, tokens, tokens, n, k, 2), tokens, BFLOAT16, monkeypatch, size)
 
 
 @pytest.mark.parametrize("around", [(0, 4), (300, 0), (1, 2), (128, 384), (7, 250)])

@@ -61,12 +61,15 @@ struct RowsLoader {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) load_codes(codes[u][i], from[i] + u * 32, u < left);
   }
-  // Loads the step's scales; beyond the last k block they are zero.
+  // Loads the step's scales. Beyond the last k block, where all products are zero, they are zero, too; or one where sums are in
+  // units of them, which would overflow in small units.
   __device__ __forceinline__ void load_scales(const WholeArgs& args) {
+    constexpr float kBeyond = Shape::kRescales ? 1.0f : 0.0f;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       raw[i] = 0;
-      absmax[i] = offset[i] = 0.0f;
+      absmax[i] = args.weight.absmax_8bit ? 0.0f : kBeyond;
+      offset[i] = kBeyond;
     }
     if (static_cast<int>(threadIdx.x % 4) >= left) return;
     if (args.weight.absmax_8bit) {
