@@ -133,10 +133,6 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
 """Mirrors of the structs of params.h and gated_delta.h."""
 
 
-_NO_KERNEL = 209
-"""cudaErrorNoKernelImageForDevice."""
-
-
 class KernelError(RuntimeError):
     """A kernel could not be launched; the message holds CUDA's."""
 
@@ -196,6 +192,9 @@ def load_error() -> str | None:
         return loaded
     if not torch.cuda.is_available():
         return "torch sees no CUDA GPU"
+    if status := loaded.nf4_cuda_has_code():
+        error = loaded.nf4_cuda_error(status).decode()
+        return f"{cuda_library()} was compiled for other GPUs ({error}): python -m nf4_kernels.build --native"
     return None
 
 
@@ -210,8 +209,7 @@ def usable() -> ctypes.CDLL:
 def raise_for(loaded: ctypes.CDLL, status: int, what: str) -> None:
     """KernelError for a status that is not cudaSuccess."""
     if status:
-        cure = "; the library is for other GPUs: python -m nf4_kernels.build --native" if status == _NO_KERNEL else ""
-        raise KernelError(f"{what}: {loaded.nf4_cuda_error(status).decode()} (CUDA error {status}){cure}")
+        raise KernelError(f"{what}: {loaded.nf4_cuda_error(status).decode()} (CUDA error {status})")
 
 
 def launch(choice: Launched, arguments: Linear | Moe, timed: bool = False) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from nf4_kernels import build
 from nf4_kernels.cuda import device, library
 
 HOPPER = torch.device("cuda", 0)
@@ -58,11 +61,39 @@ def test_a_gpu_that_is_too_old_is_named_and_nothing_is_compiled_for_it(monkeypat
     assert library.load_error.__wrapped__() == "Tesla T4 has compute capability 7.5, and 8.0 or newer is needed"
 
 
-def test_a_library_for_other_gpus_is_named_with_the_cure() -> None:
-    loaded: Any = SimpleNamespace(nf4_cuda_error=lambda status: b"no kernel image" if status == 209 else b"other")
-    with pytest.raises(
-        library.KernelError, match=r"no kernel image \(CUDA error 209\); .* nf4_kernels\.build --native"
-    ):
-        library.raise_for(loaded, 209, "rows")
-    with pytest.raises(library.KernelError, match=r"^rows: other \(CUDA error 1\)$"):
-        library.raise_for(loaded, 1, "rows")
+def test_a_library_for_other_gpus_is_named_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NF4_POSE_AS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    status = 209
+    loaded = SimpleNamespace(nf4_cuda_has_code=lambda: status, nf4_cuda_error=lambda _: b"no kernel image")
+    monkeypatch.setattr(library, "library", lambda: loaded)
+    monkeypatch.setattr(library, "cuda_library", lambda: "here.so")
+    assert library.load_error.__wrapped__() == (
+        "here.so was compiled for other GPUs (no kernel image): python -m nf4_kernels.build --native"
+    )
+    status = 0
+    assert library.load_error.__wrapped__() is None
+
+
+@pytest.mark.gpu
+def test_a_library_knows_whether_it_has_code_for_this_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    major, minor = torch.cuda.get_device_capability()
+    found = {}
+    for arch in (f"{major}{minor}", "80" if major > 8 else "120"):
+        path = tmp_path / f"{arch}.so"
+        options = (
+            f"-gencode=arch=compute_{arch},code=sm_{arch}",
+            "-std=c++17",
+            "-Xcompiler",
+            "-fPIC",
+            "-shared",
+            "-I.",
+        )
+        nvcc = build.find_nvcc()
+        assert nvcc is not None
+        subprocess.run([nvcc, *options, "cuda/library.cu", "-o", path], cwd=build.SOURCES, check=True)
+        loaded = ctypes.CDLL(str(path))
+        found[arch] = [loaded.nf4_cuda_has_code(), torch.ones(1, device="cuda").item()]
+    assert list(found.values()) == [[0, 1], [209, 1]]
