@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,45 @@ def _without_prefix(definition: str) -> str:
 
 
 def _without_marks(definition: str) -> tuple[str, int]:
-    """The tokenizer without added tokens of the form <...>, which llguidance takes for special ones; its size.
+    """The tokenizer without added tokens that are text, and with names of others that no text has; its size.
 
-    It encodes forced text with the tokenizer, and fails at such a token, which stands for no text. Grammars name marks by
-    their ids. A token that the vocabulary itself has is text without this, as Gemma's <table> is; marks and special tokens
-    stay.
+    llguidance encodes forced text with the tokenizer, and fails at a special token, which stands for no text. It takes all
+    added tokens of the form <...> for special ones. A token that the vocabulary itself has is text if it is none, as Gemma's
+    <table> is; marks and special tokens stay, and grammars name them by their ids.
     """
     tokens, start, end = added_tokens(definition)
     rest = definition[end:]
     texts = set(re.findall(r'"(<[^"\\]*>)"', rest))
     kept = [token for token in tokens if not _in_brackets(token) or (_is_mark(token) and token["content"] in texts)]
     size = max((token["id"] + 1 for token in tokens), default=0)
-    if len(kept) == len(tokens):
+    names = {token["content"]: _hidden(token["content"]) for token in kept if _is_mark(token)}
+    kept = [token | {"content": names.get(token["content"], token["content"])} for token in kept]
+    if kept == tokens:
         return definition, size
-    return f"{definition[:start]}{json.dumps(kept, ensure_ascii=False)}{rest}", size
+    written = json.dumps(kept, ensure_ascii=False)
+    return f"{_renamed(definition[:start], names)}{written}{_renamed(rest, names)}", size
+
+
+def _hidden(content: str) -> str:
+    """A token's name that stands in no text, of the same form."""
+    return f"{content[:1]}\uf8ff{content[1:]}"
+
+
+def _renamed(definition: str, names: Mapping[str, str]) -> str:
+    """A part of a tokenizer.json with other names of tokens; as text, because it may have tens of megabytes."""
+    literals = {
+        json.dumps(name, ensure_ascii=ascii_only): hidden
+        for name, hidden in names.items()
+        for ascii_only in (True, False)
+    }
+    first = "".join({re.escape(literal[1]) for literal in literals})
+    if not first:
+        return definition
+    return re.sub(
+        rf'(?<!\\)"[{first}](?:[^"\\]|\\.)*"',
+        lambda found: json.dumps(literals[found[0]], ensure_ascii=False) if found[0] in literals else found[0],
+        definition,
+    )
 
 
 def _in_brackets(token: dict[str, Any]) -> bool:

@@ -73,7 +73,7 @@ class CountRequest(BaseModel):
 
     model: str
     messages: Annotated[list[Any], Field(min_length=1), WithJsonSchema(ANTHROPIC_MESSAGES)]
-    system: Annotated[str | list[dict[str, Any]] | None, WithJsonSchema(ANTHROPIC_SYSTEM)] = None
+    system: Annotated[Any, WithJsonSchema(ANTHROPIC_SYSTEM)] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None

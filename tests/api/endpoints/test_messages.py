@@ -105,6 +105,7 @@ def test_count_tokens(http: httpx.Client) -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"temperature": 1.5}, "temperature"),
+        ({"system": 5}, "'system'"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages[0]"),
         ({"messages": user([{"type": "image", "source": {}}])}, "messages[0].content[0]"),

@@ -33,7 +33,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     alphabet = BYTES.alphabet()
     tokenizer.train_from_iterator(
         texts,
-        trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=["<|end|>", "[INST]"], initial_alphabet=alphabet, show_progress=False
+        ),
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
@@ -56,7 +58,9 @@ def test_an_answer_is_its_grammar_s_text(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     schema = {"type": "object", "properties": {"ab": {"const": "x y 12"}}, "required": ["ab"], "additionalProperties": False,
               "x-guidance": {"key_separator": ": ", "item_separator": ", ", "whitespace_flexible": False}}  # fmt: skip
-    wanted = {text: choice_grammar([text]) for text in ("a>", "Hello there", " there", "12 and 34")}
+    wanted = {
+        text: choice_grammar([text]) for text in ("a>", "Hello there", " there", "12 and 34", "a<|end|>", "[INST]b")
+    }
     wanted['{"ab": "x y 12"}'] = json_grammar(schema)
     for vocab_size in (None, 512, 300):  # the tokenizer's, and what models of more and of fewer rows have
         grammars = Grammars(folder, vocab_size, END)
