@@ -10,12 +10,12 @@ from tests.engine.interpreted import run_interpreted
 
 
 def check(device: str, dtype: torch.dtype, compares: bool = True) -> None:
-    """Compare with float64, if there are results: of GLM-4.7-Flash's, DeepSeek's, MiniCPM3's and odd sizes."""
+    """Compare with float64, if there are results: few heads of the sizes of GLM, DeepSeek and MiniCPM3, and odd ones."""
     from server.engine.runtime.attention.kernels.head_matrices import multiply_heads
 
     torch.manual_seed(0)
     for tokens, heads, plain, width, rank, rotary in (
-        (1, 20, 192, 256, 512, 64), (33, 16, 128, 128, 512, 64), (17, 40, 64, 64, 256, 32), (64, 3, 24, 48, 80, 16),
+        (1, 5, 192, 256, 512, 64), (33, 2, 128, 128, 512, 64), (17, 5, 64, 64, 256, 32), (64, 3, 24, 48, 80, 16),
     ):  # fmt: skip
         weight = (torch.randn(heads, plain + width, rank, device=device) / 16).to(dtype)
         key, value = weight[:, :plain], weight[:, plain:].transpose(1, 2)

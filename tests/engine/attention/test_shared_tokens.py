@@ -104,7 +104,7 @@ STEPS = {
     "one of many": "check([130], [8])",
     "several": "check([0, 3, 70, 200], [4, 1, 16, 2])",
     # Tokens of more than one tile.
-    "many": "check([0, 100], [40, 17])",
+    "many": "check([0, 100], [19, 17])",
     # Parts of 64 keys: the first keys of the last one are among the step's.
     "parts": "numbers = check([126, 61], [9, 8], spare=60)\nassert numbers[0] > 20 + 9",
     "a window": "check([100, 2], [20, 20], window=11)",
