@@ -61,7 +61,7 @@ def cards() -> str:
 
 
 def _cell(card: Card, row: dict[str, Any], weights: int) -> str:
-    time = card.microseconds(row["planned"], row["m"], weights, _NF4_BYTES)
+    time = card.microseconds(row["ours"], row["m"], weights, _NF4_BYTES)
     bitsandbytes = card.microseconds(row["bitsandbytes"], row["m"], weights, _NF4_BYTES) / time
     half = card.microseconds(row["bf16"], row["m"], weights, _HALF_BYTES) / time
     return f"**{time:.0f}** ({bitsandbytes:.1f}, {half:.1f})"

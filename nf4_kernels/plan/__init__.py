@@ -96,7 +96,8 @@ def candidates(
         if not hopper and m in WIDE_TOKENS:
             for mma in wide_candidates(m, n, k, multiprocessors):
                 yield mma, wide_cost(mma, m, n, k, multiprocessors)
-    yield Dequantize(slice_rows(n, multiprocessors)), (dequantize_cost if hopper else posed_dequantize_cost)(m, n, k)
+    dequantized = dequantize_cost(m, n, k) if hopper else posed_dequantize_cost(m, n, k, multiprocessors)
+    yield Dequantize(slice_rows(n, multiprocessors)), dequantized
 
 
 def plan(

@@ -1,6 +1,6 @@
-"""linear_mma: which launches a GPU without wgmma can do for a GEMM, and what they cost. For 1 to 64 tokens.
+"""linear_mma: which launches a GPU without wgmma can do for a GEMM, and what they cost.
 
-Launches of wide tiles, for more, are in mma_wide.py.
+Launches of wide tiles, for more than 64 tokens, are in mma_wide.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ TILE_ROWS = 256
 """Weight rows of a tile."""
 K_STEP = 64
 """k of a step, the unit of work that stream-K hands out."""
-MMA_TOKENS = range(1, 65)
-"""With more tokens wide tiles are faster."""
+MMA_TOKENS = range(1, 257)
+"""With more tokens weights had better be dequantized."""
 # The instances of csrc/cuda/mma_sm80/instances.cuh, by warps and the tokens of a tile -> a launch without any k step, a k
 # step, and what parts of two tiles in one thread block add, in microseconds of code for sm_86, fitted to
 # bench/results/posed-86-nvidia-h200.json.
@@ -67,6 +67,8 @@ WHOLE_INSTANCES = {
     (16, 64): WholeInstance(1, 4, 6.63, 2.58, 2.08, 0.205, 2.30),
     (8, 64): WholeInstance(2, 2, 10.3, 7.03, 1.76, 0.121, 5.12),
 }
+_MAX_TOKEN_TILES = 8
+"""Of a launch of whole tiles. Small weights have too few rows for all multiprocessors."""
 _BUSY_TILES = 6
 """m16 tiles that are under way at no cost."""
 _LOADERS = (4, 2, 1)
@@ -119,7 +121,7 @@ class Mma:
 
 
 def mma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Mma]:
-    """Launches of whole tiles by the smallest instances that have room for all tokens, and of stream-K.
+    """Launches of whole tiles, and of stream-K.
 
     Of stream-K's the smallest instances with one or two token tiles, on all multiprocessors; and if there are enough of
     them, with as many thread blocks for each tile.
@@ -138,12 +140,16 @@ def mma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Mma
 
 
 def _whole_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Mma]:
-    """Of launches with as many tiles a thread block, those of the fewest rows; with at least half the k warps that fit."""
-    least = min((tokens for _, tokens in WHOLE_INSTANCES if m <= tokens), default=0)
+    """By the smallest instances with room for all tokens in one or more token tiles.
+
+    Of launches with as many tiles a thread block, those of the fewest rows; with at least half the k warps that fit.
+    """
+    sizes = sorted({tokens for _, tokens in WHOLE_INSTANCES})
+    token_tiles = {next((t for t in sizes if t * some >= m), 0): some for some in range(_MAX_TOKEN_TILES, 0, -1)}
     for (warps, tokens), instance in WHOLE_INSTANCES.items():
         tiles_of_block = 0
-        for row_warps in range(1, warps) if tokens == least else ():
-            tiles = -(-n // (row_warps * instance.row_tiles * 16))
+        for row_warps in range(1, warps) if tokens in token_tiles else ():
+            tiles = -(-n // (row_warps * instance.row_tiles * 16)) * token_tiles[tokens]
             if tiles_of_block == (tiles_of_block := -(-tiles // multiprocessors)):
                 continue
             most = min((warps - 1) // row_warps, instance.max_k_warps)

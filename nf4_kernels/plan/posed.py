@@ -14,9 +14,12 @@ _LARGE_WEIGHT_US = 0.35e-6
 """Time added for each weight beyond _CACHED_WEIGHT, whose 16-bit values do not stay in L2."""
 _TOKEN_US = 1.05e-9
 """Time added for each weight and token."""
+_MULTIPROCESSORS = 132
+"""Of an H200. With fewer it takes as many times longer, as linear_mma does; with more not less, as memory bounds it."""
 
 
-def posed_dequantize_cost(m: int, n: int, k: int) -> float:
+def posed_dequantize_cost(m: int, n: int, k: int, multiprocessors: int) -> float:
     """Microseconds of dequantization and cuBLAS of m tokens."""
     large = max(0.0, n * k - _CACHED_WEIGHT)
-    return _LAUNCHES_US + n * k * (_WEIGHT_US + _TOKEN_US * m) + large * _LARGE_WEIGHT_US
+    computed = n * k * (_WEIGHT_US + _TOKEN_US * m) + large * _LARGE_WEIGHT_US
+    return _LAUNCHES_US + computed * max(1.0, _MULTIPROCESSORS / multiprocessors)

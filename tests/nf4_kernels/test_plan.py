@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
+import statistics
 
 import pytest
 
@@ -65,7 +65,7 @@ def test_without_wgmma_nothing_costs_more_than_dequantization(n: int, k: int, ar
     for m in (*range(1, 34), 48, 63, 64, 65, 96, 100, 128, 129, 200, 2000):
         for normalised in (False, True):
             choice = plan(m, n, k, arch, multiprocessors, normalised=normalised)
-            dequantized = posed_dequantize_cost(m, n, k)
+            dequantized = posed_dequantize_cost(m, n, k, multiprocessors)
             if isinstance(choice, Rows):
                 assert arch == 100
                 assert not normalised or choice.passes == 1
@@ -126,41 +126,18 @@ def test_linear_mma_is_for_gpus_without_wgmma() -> None:
         assert plan(m, 28672, 4096, 120, 82) == plan(m, 28672, 4096, 86, 82)
 
 
-def test_wide_tiles_are_planned_where_they_were_measured_to_be_fastest() -> None:
-    found = json.loads((ROOT / "bench" / "results" / "posed-86-nvidia-h200.json").read_text())
-    for row in found["wide"]:
-        choice = plan(row["m"], row["n"], row["k"], 86, found["multiprocessors"])
-        times = {Mma(tokens, row_tiles, grid): us for tokens, row_tiles, grid, us in row["wide_tiles"]}
+@pytest.mark.parametrize("arch", [80, 86])
+def test_plans_take_hardly_longer_than_what_was_measured_to_be_fastest(arch: int) -> None:
+    """On an H200 that posed, twelve weights, 1 to 2000 tokens."""
+    found = json.loads((ROOT / "bench" / "results" / f"posed-{arch}-nvidia-h200.json").read_text())
+    lost = []
+    for row in found["rows"]:
+        choice = plan(row["m"], row["n"], row["k"], arch, found["multiprocessors"])
+        times = {Mma(*fields): us for *fields, us in row["linear_mma"]}
         took = row["dequantize"] if isinstance(choice, Dequantize) else times[choice]
-        assert took <= 1.05 * min(*times.values(), row["dequantize"]), (row, str(choice))
-
-
-@pytest.mark.parametrize("gpu", ["h100", "h200"])
-def test_what_was_measured_to_be_slower_is_not_planned(gpu: str) -> None:
-    """Dequantization + cuBLAS least of all, on GPUs that posed as sm_86; and hardly any other candidate.
-
-    Whole tiles were measured on an H200. There they are compared with stream-K only: the other costs are an H100's.
-    """
-    found = json.loads((ROOT / "bench" / "results" / f"posed-86-nvidia-{gpu}.json").read_text())
-    for row in (*found["rows"], *found.get("landed", ())):
-        m, n, k = row["m"], row["n"], row["k"]
-        choice = plan(m, n, k, 86, found["multiprocessors"])
-        times = {
-            Mma(tokens, warps, grid): us
-            for tokens, warps, grid, us in row.get("linear_mma", ())
-            if (warps, tokens) in MMA_COSTS
-        }
-        for *fields, us in row.get("whole_tiles", ()):
-            times[Mma(*fields)] = us
-        if isinstance(choice, Mma):
-            took = times.get(choice)
-        else:
-            took = row.get("dequantize") if isinstance(choice, Dequantize) else row.get("linear_rows")
-        if took is None or (gpu == "h200" and "whole_tiles" not in row):
-            continue
-        others = [(gpu == "h100" and row.get(name)) or math.inf for name in ("dequantize", "linear_rows")]
-        assert took <= others[0], (row, str(choice))
-        assert took <= 1.12 * min(*times.values(), *others), (row, str(choice))
+        lost.append(took / min([*times.values(), row["dequantize"]]))
+        assert lost[-1] < 1.13, (row, str(choice))
+    assert statistics.mean(lost) < 1.01
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
