@@ -1,4 +1,4 @@
-"""The table of the whole engine on an H200 that poses as sm_86, from bench/results/posed-86-engine-nvidia-h200.json."""
+"""The table of the whole engine on an H200 that poses: bench/results/posed-86- and posed-80-engine-nvidia-h200.json."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _POINTS = (*((batch, 100) for batch in (1, 8, 32, 48, 64, 100, 128)), (4, 3000))
 
 def posed() -> str:
     """Decode by sequences x tokens and prefill, by model and choice of launches, under them vLLM's by Marlin."""
-    result = load("posed-86-engine-nvidia-h200.json")
-    forms: dict[tuple[str, str, str], list[Result]] = {}
-    for row in result["rows"]:
-        forms.setdefault((row["model"], row["launches"], row["commit"]), []).append(row)
-    heads = ["model", "launches by", *(f"{batch} x {length}" for batch, length in _POINTS[:-1]), "prefill 4 x 3000"]
+    forms: dict[tuple[str, str, str, str], list[Result]] = {}
+    for arch in (86, 80):
+        for row in load(f"posed-{arch}-engine-nvidia-h200.json")["rows"]:
+            forms.setdefault((f"sm_{arch}", row["model"], row["launches"], row["commit"]), []).append(row)
+    points = (f"{batch} x {length}" for batch, length in _POINTS[:-1])
     lines = []
-    for (model, launches, commit), rows in forms.items():
+    for (posed_as, model, launches, commit), rows in forms.items():
         speeds = {(row["batch"], row["length"]): row["ours_tok_s"] for row in rows if "batch" in row}
         by = f"{'fitted costs' if launches == 'fitted' else 'measured times'}, {commit}"
-        lines.append([NAMES[model], by, *_cells([speeds.get(point) for point in _POINTS])])
+        lines.append([NAMES[model], posed_as, by, *_cells([speeds.get(point) for point in _POINTS])])
     marlin = [peer("H200", "vLLM", "AWQ by Marlin", "llama-3.1-8b", *point) for point in _POINTS]
-    lines.append(["Llama-3.1-8B", "vLLM, AWQ by Marlin, H200", *_cells(marlin)])
-    return f"{result['kernels']}.\n\n{table(heads, lines)}"
+    lines.append(["Llama-3.1-8B", "", "vLLM, AWQ by Marlin", *_cells(marlin)])
+    return table(["model", "posed as", "launches by", *points, "prefill 4 x 3000"], lines)
 
 
 def _cells(speeds: list[float | None]) -> list[str]:
