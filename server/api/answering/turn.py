@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from server.api.answering.limits import admit, check_known, check_length
 from server.api.answering.plan import GenerationPlan, start_generation
 from server.api.answering.sequence_run import Ending
 from server.api.answering.service import Backend, Service
-from server.api.http.errors import ApiError, bad_request
+from server.api.http.errors import ApiError, bad_request, own_name
 from server.api.http.replies import json_response
 from server.api.http.streaming import EventStream, closing, unless_disconnected
 from server.api.openai.chat_options import ChatOptions
@@ -120,10 +120,18 @@ async def respond(request: Request, turn: Turn, form: AnswerForm, stream: bool) 
 
 
 async def start_turn(
-    service: Service, options: ChatOptions, size: int, arrival: float, answer_id: str, *, cut_to_fit: bool = False
+    service: Service,
+    options: ChatOptions,
+    size: int,
+    arrival: float,
+    answer_id: str,
+    names: Mapping[str, str],
+    *,
+    cut_to_fit: bool = False,
 ) -> Turn:
     """A turn that has been admitted; its sequences go to the engine when it is read. Raises ApiError.
 
+    names: the request's own names for options, in errors of the turn that come later, by the chat's.
     cut_to_fit: whether a limit of the answer's length that does not fit beside the prompt is reduced to what fits.
     """
     options.check()
@@ -153,7 +161,7 @@ async def start_turn(
             prompt_logprobs=options.prompt_logprobs,
             at_start=not options.continues,
             grammar=prompt.grammar,
-            grammar_param=prompt.grammar_param,
+            grammar_param=own_name(prompt.grammar_param, names),
             end_ids=tuple(i for mark in dialect.ends if (i := backend.tokenizer.special_id(mark)) is not None),
             keep_marks=bool(prompt.functions) or dialect.splits,
             parser=lambda: AnswerParser(

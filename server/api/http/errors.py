@@ -119,19 +119,22 @@ def shown(value: str) -> str:
     return value if len(value) <= 100 else value[:97] + "..."
 
 
-def renamed(error: ApiError, names: dict[str, str]) -> ApiError:
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """An error about the chat that a request was translated into, with the request's own name for its option.
 
     In the message the name changes only where it stands in quotes for the first time, as the error's own words have it:
     what follows may quote the client.
     """
-    for chat, own in names.items():
-        if error.param is not None and error.param.startswith(chat):
-            param = own + error.param[len(chat) :]
-            error.message = error.message.replace(f"'{error.param}'", f"'{param}'", 1)
-            error.param = param
-            break
+    if error.param is not None:
+        param = own_name(error.param, names)
+        error.message = error.message.replace(f"'{error.param}'", f"'{param}'", 1)
+        error.param = param
     return error
+
+
+def own_name(param: str, names: Mapping[str, str]) -> str:
+    """The request's own name for an option of the chat or text that it was translated into."""
+    return next((own + param[len(chat) :] for chat, own in names.items() if param.startswith(chat)), param)
 
 
 async def answer_api_error(request: Request, error: Exception) -> Response:

@@ -56,7 +56,7 @@ async def chat_completions(request: Request) -> Response:
     answer_id = new_id("chatcmpl-")
     try:
         options = validate(ChatOptions, document, UNSUPPORTED_CHAT)
-        turn = await start_turn(service, options, size, arrival, answer_id)
+        turn = await start_turn(service, options, size, arrival, answer_id, names)
     except ApiError as e:
         raise renamed(e, names) from e
     answer = _Answer(answer_id, options, service.backend().tokenizer)

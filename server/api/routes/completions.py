@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from server.api.answering.plan import GenerationPlan, new_id, start_generation
 from server.api.answering.prompts import PROMPT_SCHEMA, encode_prompts, prompt_count
 from server.api.answering.sequence_run import Delta
 from server.api.answering.service import Backend, Service, service_of
-from server.api.http.errors import ApiError, bad_request, renamed
+from server.api.http.errors import ApiError, bad_request, own_name, renamed
 from server.api.http.hints import take_hints
 from server.api.http.replies import json_response
 from server.api.http.streaming import DONE, EventStream, closing, event, unless_disconnected
@@ -83,7 +83,7 @@ async def completions(request: Request) -> Response:
     names = take_other_names(document, OTHER_NAMES)
     try:
         options = validate(CompletionRequest, document, UNSUPPORTED_COMPLETION)
-        answer, generation = await _start(service, options, size, arrival)
+        answer, generation = await _start(service, options, size, arrival, names)
     except ApiError as e:
         raise renamed(e, names) from e
     if options.stream:
@@ -94,8 +94,10 @@ async def completions(request: Request) -> Response:
         generation.close()
 
 
-async def _start(service: Service, options: CompletionRequest, size: int, arrival: float) -> tuple[_Answer, Generation]:
-    """An answer and its generation, which has been admitted. Raises ApiError."""
+async def _start(
+    service: Service, options: CompletionRequest, size: int, arrival: float, names: Mapping[str, str]
+) -> tuple[_Answer, Generation]:
+    """An answer and its generation, which has been admitted; names as start_turn() has it. Raises ApiError."""
     options.check()
     service.check_model(options.model)
     backend = service.backend()
@@ -124,7 +126,7 @@ async def _start(service: Service, options: CompletionRequest, size: int, arriva
             logprobs=options.logprobs,
             prompt_logprobs=options.scored_alternatives,
             grammar=grammar,
-            grammar_param=None if form is None else form[2],
+            grammar_param=None if form is None else own_name(form[2], names),
         )
         generation = start_generation(service, backend, ticket, plan)
     except BaseException:

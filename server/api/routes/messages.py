@@ -113,7 +113,7 @@ async def messages(request: Request) -> Response:
     answer = _Answer(asked)
     try:
         options = _options(given(MessageRequest, document), service)
-        turn = await start_turn(service, options, size, arrival, answer.id, cut_to_fit=True)
+        turn = await start_turn(service, options, size, arrival, answer.id, _NAMES, cut_to_fit=True)
     except ApiError as e:
         raise renamed(e, _NAMES) from e
     return await respond(request, turn, answer, bool(asked.stream))

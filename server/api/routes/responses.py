@@ -106,7 +106,7 @@ async def responses(request: Request) -> Response:
         chat = given(ResponseRequest, document)
         chat["input"] = _items(store, key, asked)
         options = validate(ChatOptions, chat_document(chat), UNSUPPORTED_CHAT)
-        turn = await start_turn(service, options, size, arrival, answer_id)
+        turn = await start_turn(service, options, size, arrival, answer_id, _NAMES)
     except ApiError as e:
         raise renamed(e, _NAMES) from e
     keep = None

@@ -139,3 +139,16 @@ def test_refused_in_anthropics_shape(http: httpx.Client, change: dict[str, Any],
 def test_unknown_model(http: httpx.Client) -> None:
     answer = http.post(PATH, json=body(model="claude"))
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_that_come_while_an_answer_is_written_name_the_request_s_option(
+    http: httpx.Client, stream: bool
+) -> None:
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}}
+    form = {"format": {"type": "json_schema", "schema": wide}}
+    answer = http.post(PATH, json=body(output_config=form, stream=stream))
+    assert answer.status_code == (200 if stream else 400)
+    error = events(answer)[-1]["error"] if stream else answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "'output_config.format.schema'" in error["message"]
