@@ -39,6 +39,17 @@ UNSUPPORTED_EMBEDDING: dict[str, tuple[Any, ...]] = {
     "input_type": (),
     "prompt_name": (),
     "task": (),
+    "text_type": (),
+    "instruct": (),
+    "messages": (),
+    # Other forms of vectors: vLLM's, Voyage's, Cohere's, Jina's.
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "output_dtype": ("float",),
+    "output_dimension": (),
+    "embedding_types": (["float"],),
+    "embedding_type": ("float",),
+    "late_chunking": (False,),
 }
 """Other servers' options that change vectors, with the values that ask for nothing."""
 

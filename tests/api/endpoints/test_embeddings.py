@@ -148,6 +148,8 @@ def test_more_inputs_than_the_queue_holds_by_the_openai_client(embedder: Running
         ({"dimensions": SIZE + 1}, "dimensions", "value_out_of_range"),
         ({"encoding_format": "hex"}, "encoding_format", None),
         ({"input_type": "query"}, "input_type", "unsupported_parameter"),
+        ({"late_chunking": True}, "late_chunking", "unsupported_parameter"),
+        ({"embedding_type": "float", "output_dtype": "int8"}, "output_dtype", "unsupported_parameter"),
         ({"normalize": False}, "normalize", "unsupported_parameter"),
     ],
 )
