@@ -125,7 +125,7 @@ class ChatTemplate:
 
     def effort_variables(self, effort: Effort) -> dict[str, Any]:
         """The template's variables for this much thinking; none if it has no such."""
-        found: dict[str, Any] = {"enable_thinking": effort != "none"} if self.dialect.switches else {}
+        found: dict[str, Any] = {self.dialect.switch: effort != "none"} if self.dialect.switch else {}
         if self.dialect.effort == "reasoning_effort" and (effort != "none" or not found):
             at = EFFORTS.index(effort)
             found["reasoning_effort"] = min(

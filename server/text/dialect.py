@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -33,6 +34,9 @@ EFFORTS: tuple[Effort, ...] = get_args(Effort)
 MAX_CALLS = 16
 """Calls that a forced answer may hold; a small model would go on for ever."""
 
+_THINKING = re.compile(r"\{%-?\s*(?:el)?if\b[^%]*(?<![\w.'\"])thinking\b(?!['\"(])")
+"""A condition on the variable thinking, which is no field of a message."""
+
 # For models whose template knows no tools: the instructions that Hermes and Qwen models are trained on.
 _INSTRUCTIONS = """You may call one or more functions to help the user. Here are the available functions:
 <tools>
@@ -54,10 +58,10 @@ class Dialect:
 
     family: Family
     reasoning: ReasoningMarks | None
-    effort: Literal["reasoning_effort", "enable_thinking"] | None
+    effort: str | None
     """The template's variable that sets how much the model thinks."""
-    switches: bool = False
-    """Whether the template has enable_thinking, which may be beside reasoning_effort."""
+    switch: str | None = None
+    """The template's variable that switches thinking on and off, which may be beside reasoning_effort."""
     named_mistral: bool = False
     shows_tools: bool = True
     """Whether the template has a place for tools."""
@@ -68,15 +72,12 @@ class Dialect:
         source, added = template or "", frozenset(tokens)
         # A base model has no template; its vocabulary may still hold its family's marks.
         reasoning = next((m for m in MARKS if m.end in source or (m.start in added and m.end in added)), None)
-        effort: Literal["reasoning_effort", "enable_thinking"] | None = None
-        if "reasoning_effort" in source:
-            effort = "reasoning_effort"
-        elif "enable_thinking" in source:
-            effort = "enable_thinking"
-        switches = "enable_thinking" in source
+        # Granite 3 and DeepSeek V3.1 look at thinking.
+        switch = "enable_thinking" if "enable_thinking" in source else "thinking" if _THINKING.search(source) else None
+        effort = "reasoning_effort" if "reasoning_effort" in source else switch
         family = _family(source)
         shows_tools = "tools" in source or family not in ("generic", "deepseek", "deepseek_r1")
-        return cls(family, reasoning, effort, switches, "[ARGS]" in added, shows_tools)
+        return cls(family, reasoning, effort, switch, "[ARGS]" in added, shows_tools)
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -152,3 +152,18 @@ def test_lfm2_shows_calls_that_its_template_does_not_look_at(embedded_folder: Pa
 )
 def test_families_by_their_templates(source: str, family: str) -> None:
     assert Dialect.of(source, []).family == family
+
+
+@pytest.mark.parametrize(
+    ("condition", "switches"),
+    [
+        ("{%- if not thinking is defined -%}{%- set thinking = false -%}{%- endif -%}", True),  # DeepSeek V3.1
+        ("{% if tools %}{%- elif thinking %}{% endif %}", True),  # Granite 3
+        ("{% for m in messages %}{% if m.thinking %}{% endif %}{% if 'thinking' in m %}{% endif %}{% endfor %}", False),
+        ("When thinking, think.", False),
+    ],
+)
+def test_thinking_is_switched_by_its_variable(embedded_folder: Path, condition: str, switches: bool) -> None:
+    template = Templated(embedded_folder, condition + "{{ messages[0].content }}")
+    assert template.effort_variables("high") == ({"thinking": True} if switches else {})
+    assert template.effort_variables("none") == ({"thinking": False} if switches else {})
