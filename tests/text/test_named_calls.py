@@ -44,6 +44,13 @@ CASES: list[tuple[str, str, Outcome]] = [
     ),
     ("apertus", f'{PREFIX}[{{"name": "f", "arguments": {{"a": 1}}}}]{SUFFIX}', ("", [("f", '{"a": 1}')])),
     ("apertus", f'{PREFIX}[{{"f": {{"a": 1}}}}, {{"g', ("", [("f", '{"a": 1}')])),
+    ("deepseek", f"{CALLS}{'no call ' * 99}{CALLS_END}.", (f"{CALLS}{'no call ' * 99}{CALLS_END}.", [])),
+    ("deepseek", f"{FIRST}{'no call ' * 99}.", (f"{'no call ' * 99}.", [("f", '{"a": 1}')])),
+    (
+        "apertus",
+        f'{PREFIX}[{{"name": "f", "arguments": {{"a": "{"x" * 999}"}}}}]{SUFFIX}',
+        ("", [("f", f'{{"a": "{"x" * 999}"}}')]),
+    ),
     ("apertus", f"{PREFIX}[1, 2]{SUFFIX}.", (f"{PREFIX}[1, 2]{SUFFIX}.", [])),
     (
         "cohere",

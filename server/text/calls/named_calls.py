@@ -13,6 +13,9 @@ from server.text.calls.parser import CallDelta, call_id, in_json, short_call_id
 from server.text.calls.scanner import ObjectScanner
 from server.text.holdback import split_at
 
+_LONGEST_BEGINNING = 512
+"""Characters in front of a call's arguments, beyond which there is none."""
+
 
 @dataclass(frozen=True)
 class Named:
@@ -136,15 +139,12 @@ class NamedToolParser:
             self._held = self._held[named.end() :]
             self._state, self._arguments = "arguments", ObjectScanner(of_call=False)
             return True
-        if self._end and self._end in self._held:  # no call, or JSON
-            text, _, self._held = self._held.partition(self._end)
-            rewritten.append(self._notation.mark + text + self._end)
-        elif not self._end and self._held.lstrip()[:1] in ("[", "{"):
+        ends = self._end in self._held if self._end else self._held.lstrip()[:1] in ("[", "{")
+        other = ends or len(self._held) > _LONGEST_BEGINNING
+        if other:  # JSON, or no call
             rewritten.append(self._notation.mark)
-        else:
-            return False
-        self._state = "outside"
-        return True
+            self._state = "outside"
+        return other
 
     def _read_arguments(self, rewritten: list[str]) -> bool:
         count, _ = self._arguments.push(self._held)
@@ -161,7 +161,8 @@ class NamedToolParser:
         if behind.startswith(self._end):
             self._held, self._state = behind[len(self._end) :], "outside"
             return bool(self._held)
-        if self._notation.name.match(behind) is None:
+        named = self._notation.name.match(behind)
+        if named is None and len(behind) <= _LONGEST_BEGINNING:
             return False
-        self._held, self._state = behind, "name"
+        self._held, self._state = behind, "outside" if named is None else "name"
         return True
