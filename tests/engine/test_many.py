@@ -123,4 +123,5 @@ def test_many_requests_get_what_each_gets_alone_on_a_gpu(invariant: bool, tmp_pa
     alone = {id_: answer for request in requests for id_, answer in run(engines[1], [request], cancel=False)[0].items()}
     # bfloat16: two sums of the same numbers in another order are up to two steps of 0.008 apart, both logits each.
     parted = check(requests, found, cancelled, alone, reference, near_tie=0.05)
-    assert parted == 0 if invariant else parted <= COUNT // 4
+    # Of all tokens 1 to 2 % are such near ties, and an answer has up to 60: 39 and 48 of 200 by two generations of GEMMs.
+    assert parted == 0 if invariant else parted <= COUNT // 3
