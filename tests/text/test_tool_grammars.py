@@ -191,3 +191,11 @@ def test_a_schema_means_the_same_beside_others(tokenizer: LLTokenizer, name: str
                 text = written(dialect, [(f"f{i}", {"a": filled(value, f"v{j}")})])
                 assert takes(tokenizer, grammar, text) == (i == j), text
     assert takes(tokenizer, both, json.dumps({"a": filled(value, "form")}))
+
+
+def test_arguments_are_never_null(tokenizer: LLTokenizer) -> None:
+    grammar = tools_grammar(
+        DIALECTS["hermes"], [tool("f", {"type": ["object", "null"]})], lambda _: None, several=False
+    )
+    assert takes(tokenizer, grammar, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    assert not takes(tokenizer, grammar, '<tool_call>\n{"name": "f", "arguments": null}\n</tool_call>')

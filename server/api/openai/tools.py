@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from server.api.http.errors import bad_request, shown
 
@@ -49,12 +49,19 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _of_object(parameters: dict[str, Any]) -> dict[str, Any]:
+    types = parameters.get("type", "object")
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise ValueError("arguments are an object, so their schema's type has to be 'object'")
+    return parameters
+
+
 class FunctionSpec(_Strict):
     """A function's name, description and parameters."""
 
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_of_object)] | None = None
     strict: bool | None = None
 
 

@@ -178,7 +178,8 @@ def _repeated(item: str, most: int, separator: str = "") -> str:
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "object", **close_objects(function.get("parameters") or {})}
+    # Not null, which a schema may allow besides.
+    return {**close_objects(function.get("parameters") or {}), "type": "object"}
 
 
 def _named(notation: Named, functions: Sequence[Mapping[str, Any]], mark: Callable[[str], str], count: int) -> str:

@@ -106,6 +106,8 @@ VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools", "invalid_value"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+     "tools[0].function.parameters", "invalid_value"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "f"}, "tool_choice", "invalid_value"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}],
