@@ -29,7 +29,7 @@ struct LaunchShape {
   dim3 grid;
   int threads;
   int shared = 0;         // bytes of dynamic shared memory
-  int cluster = 1;        // thread blocks of a cluster; more than one from sm_90 on
+  int cluster = 0;        // thread blocks of a cluster, from sm_90 on; 0: no clusters, in which their instructions are illegal
   bool dependent = true;  // whether, from sm_90 on, it may start before the one in front has ended
 };
 
@@ -52,7 +52,7 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shap
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
-  config.numAttrs = !has_hopper_launches() ? 0 : shape.cluster > 1 ? 2 : 1;
+  config.numAttrs = !has_hopper_launches() ? 0 : shape.cluster ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(values)...);
 }
 

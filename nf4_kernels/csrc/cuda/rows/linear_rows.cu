@@ -22,7 +22,7 @@ cudaError_t launch(const RowsArgs& args, int grid, void* stream) {
   int shared = Layout::total(args.stages, args.cluster, args.passes > 1 ? args.chunk : 0);
   dim3 blocks(static_cast<unsigned>(grid));
   constexpr int kThreads = (kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32;
-  return launch_kernel(kernel, {blocks, kThreads, shared, args.cluster}, stream, args);
+  return launch_kernel(kernel, {blocks, kThreads, shared, args.cluster > 1 ? args.cluster : 0}, stream, args);
 }
 
 template <int kWarps, int kBlocks, int kTiles>

@@ -30,13 +30,13 @@ cudaError_t launch_tiling(const Nf4Linear& linear, const WgmmaSizes& sizes, int 
   bool dependent = linear.constant_weights;
   if (linear.norm_weight) {
     dim3 grid(static_cast<unsigned>(sizes.token_tiles * tokens));
-    return launch_kernel(normalise_and_tile_activations<T>, {grid, kNormThreads, 0, 1, dependent}, linear.stream, x,
+    return launch_kernel(normalise_and_tile_activations<T>, {grid, kNormThreads, 0, 0, dependent}, linear.stream, x,
                          static_cast<const T*>(linear.norm_weight), linear.norm_eps, tiles, m, k_blocks, padded_blocks,
                          tokens, linear.clock);
   }
   int64_t chunks = sizes.tile_bytes / 16;
   dim3 grid(static_cast<unsigned>(ceil_div(chunks, 256)));
-  return launch_kernel(tile_activations<T>, {grid, 256, 0, 1, dependent}, linear.stream, x, tiles, m, k_blocks,
+  return launch_kernel(tile_activations<T>, {grid, 256, 0, 0, dependent}, linear.stream, x, tiles, m, k_blocks,
                        padded_blocks, tokens, static_cast<int>(chunks), linear.clock);
 }
 
@@ -49,7 +49,7 @@ cudaError_t launch_kernels(const Nf4Linear& linear, const WgmmaSizes& sizes, con
   // Behind the launch that tiles the activations it may always start early: where weights are not constant, that one began
   // behind the kernel that wrote them.
   LaunchShape shape{dim3(static_cast<unsigned>(sizes.blocks), static_cast<unsigned>(sizes.lines)), Traits::kThreads,
-                    WgmmaLayout<Traits>::kTotal, 1, !linear.tiles || linear.constant_weights};
+                    WgmmaLayout<Traits>::kTotal, 0, !linear.tiles || linear.constant_weights};
   return launch_kernel(linear_wgmma<Traits, kTimed>, shape, linear.stream, args, map);
 }
 
