@@ -45,6 +45,52 @@ __device__ __forceinline__ void leave_sums(const MmaArgs& args, int tile,
   }
 }
 
+// Adds up and writes units of a split tile, kAtOnce at a time, in the order of k. of_first: the sums of the thread block that has its
+// first part, of_others: those of the others, kBlockSums apart.
+template <int kAtOnce, typename T, typename Shape>
+__device__ __forceinline__ void add_units(const MmaArgs& args, const Writer<T, MmaArgs>& writer, int unit, int end, int parts,
+                                          const float4* of_first, const float4* of_others) {
+  constexpr int kOthers = 8 / kAtOnce;  // whose sums are read at once
+  constexpr int64_t kBlockSums = int64_t{Shape::kParts} * kUnits<Shape> * Shape::kThreads;
+#pragma unroll 1
+  for (; unit < end; unit += kAtOnce) {
+    float4 sum[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (unit + i < end) sum[i] = __ldcg(of_first + (unit + i) * Shape::kThreads);
+    }
+#pragma unroll 1
+    for (int other = 1; other < parts; other += kOthers) {
+      float4 more[kOthers][kAtOnce];
+#pragma unroll
+      for (int o = 0; o < kOthers; ++o) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          bool has = other + o < parts && unit + i < end;
+          if (has) more[o][i] = __ldcg(of_others + (other + o) * kBlockSums + (unit + i) * Shape::kThreads);
+        }
+      }
+#pragma unroll
+      for (int o = 0; o < kOthers; ++o) {
+        if (other + o >= parts) break;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          sum[i].x += more[o][i].x;
+          sum[i].y += more[o][i].y;
+          sum[i].z += more[o][i].z;
+          sum[i].w += more[o][i].w;
+        }
+      }
+    }
+#pragma unroll 1
+    for (int i = 0; i < kAtOnce && unit + i < end; ++i) {
+      writer.write(args, (unit + i) / Shape::kTiles, (unit + i) % Shape::kTiles, sum[0]);
+#pragma unroll
+      for (int j = 1; j < kAtOnce; ++j) sum[j - 1] = sum[j];
+    }
+  }
+}
+
 // Adds the partial sums of a split tile, each of its thread blocks an equal share of them, in the order of k. All thread
 // blocks run at the same time (a cooperative launch), and none waits before it has left its own sums.
 template <typename T, typename Shape>
@@ -61,32 +107,15 @@ __device__ __noinline__ void reduce_tile(const MmaArgs& args, int tile) {
   }
   __syncthreads();
   int before = threadIdx.x == 0 ? atomicAdd(counter, kReduced) : 0;
-  constexpr int64_t kBlockSums = int64_t{Shape::kParts} * kUnits<Shape> * Shape::kThreads;
   const float4* of_first = partial_sums<Shape>(args, first, tile);
   // The other thread blocks begin with this tile.
-  const float4* of_others = args.partials + first * kBlockSums + threadIdx.x;
+  const float4* of_others = args.partials + int64_t{first} * Shape::kParts * kUnits<Shape> * Shape::kThreads + threadIdx.x;
   Writer<T, MmaArgs> writer = writer_of<T, Shape>(args, MmaStep(args, tile * args.k_steps));
-#pragma unroll 1
-  for (; unit < end; ++unit) {
-    float4 sum = __ldcg(of_first + unit * Shape::kThreads);
-    const float4* from = of_others + unit * Shape::kThreads;
-#pragma unroll 1
-    for (int first_other = 1; first_other < parts; first_other += 8) {
-      float4 more[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (first_other + i < parts) more[i] = __ldcg(from + (first_other + i) * kBlockSums);
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (first_other + i >= parts) break;
-        sum.x += more[i].x;
-        sum.y += more[i].y;
-        sum.z += more[i].z;
-        sum.w += more[i].w;
-      }
-    }
-    writer.write(args, unit / Shape::kTiles, unit % Shape::kTiles, sum);
+  // Few parts, of which a thread block adds up many units, or many parts.
+  if (parts <= 5) {
+    add_units<4, T, Shape>(args, writer, unit, end, parts, of_first, of_others);
+  } else {
+    add_units<1, T, Shape>(args, writer, unit, end, parts, of_first, of_others);
   }
   // The last of all leaves the counter zero.
   if (threadIdx.x == 0 && before == (parts - 1) * kReduced + parts) *counter = 0;

@@ -131,13 +131,16 @@ __device__ __forceinline__ void consume(const WholeArgs& args, char* shared, int
     if (k_warp == 0) {
       int row_tile = tile / args.token_tiles, token_tile = tile - row_tile * args.token_tiles;
       Writer<T, WholeArgs> writer(args, (row_tile * args.row_warps + row_warp) * kRowTiles, token_tile * Shape::kTokens);
+      constexpr int kUnits = kRowTiles * kTiles;
+      float4 sums[kUnits];
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          writer.write(args, i, j, make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]));
-        }
+      for (int u = 0; u < kUnits; ++u) {
+        const float(&of)[4] = acc[u / kTiles][u % kTiles];
+        sums[u] = make_float4(of[0], of[1], of[2], of[3]);
       }
+      // A loop over many is short code, since it runs once: they are in local memory.
+#pragma unroll (kUnits < 8 ? kUnits : 1)
+      for (int u = 0; u < kUnits; ++u) writer.write(args, u / kTiles, u % kTiles, sums[u]);
     }
     if (++tile >= end) break;
     // The sums that were handed over have been read.
