@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nf4_kernels import cuda
 from nf4_kernels.cuda import device_clock
+from nf4_kernels.cuda.device import capability
 from nf4_kernels.cuda.device_clock import KINDS, DeviceClock
 from nf4_kernels.plan import Dequantize, Mma, Plan, Rows, Wgmma
 from nf4_kernels.timing import reader_of
@@ -68,14 +69,16 @@ def test_times_are_those_of_the_profiler(m: int, clock: DeviceClock) -> None:
     events = [
         e for e in profiled.events() if e.device_type.name == "CUDA" and not any(name in e.name for name in foreign)
     ]
-    expected = sum(e.device_time_total for e in events) * 1e-6
-    assert expected > 0
+    # A launch that does not begin early (PDL) takes the profiler so long before its first instruction and behind its last.
+    idle = 0.0 if capability(DEVICE) >= (9, 0) else 1.2e-6
     launches = REPEATS * 16
+    expected = sum(e.device_time_total for e in events) * 1e-6 - launches * idle
+    assert expected > 0
     print(f"M = {m}: {found[kind] / launches * 1e6:.2f} us a GEMM, the profiler's {expected / launches * 1e6:.2f}")
     assert found[kind] == pytest.approx(expected, rel=0.05)
     if kind == "slices":
-        dequantize = sum(e.device_time_total for e in events if "dequantize" in e.name) * 1e-6
-        assert found["dequantize"] == pytest.approx(dequantize, rel=0.05)
+        own = [e.device_time_total * 1e-6 - idle for e in events if "dequantize" in e.name]
+        assert found["dequantize"] == pytest.approx(sum(own), rel=0.05)
     assert all(found[name] == 0 for name in KINDS if name not in (kind, "dequantize" if kind == "slices" else kind))
 
 
