@@ -2,7 +2,8 @@
 
 They belong to a GPU's name, its driver, torch, the kernels' sources and a weight's shape; what the cache has for another of
 these is not found. bfloat16 and float16 share them. A start uses what is kept, and with NF4_TUNE=on measures what is not.
-NF4_TUNE=off leaves all choices to the fitted costs.
+NF4_TUNE=off leaves all choices to the fitted costs, and so do GPUs with wgmma, where a launch alone says too little of one
+in a layer (docs/adr/0046-measured-launches.md).
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def by_shape(weights: Sequence[Weight]) -> dict[str, list[Weight]]:
 def tuned(shapes: Shapes, dtype: torch.dtype, progress: Progress, budget_s: float = BUDGET_S) -> dict[str, Times]:
     """The times of these shapes, on the current device: kept ones; if NF4_TUNE is on, others are measured now and kept.
 
-    Call where no graph is being captured. Empty in float32, if NF4_TUNE is off, or if the kernels cannot be used. Shapes
-    for which budget_s is too short are left out, and measured the next time.
+    Call where no graph is being captured. Empty in float32, if NF4_TUNE is off, on GPUs with wgmma, or if the kernels cannot
+    be used. Shapes for which budget_s is too short are left out, and measured the next time.
     """
-    if _wish() == "off" or not shapes or dtype == torch.float32 or cuda.load_error() is not None:
+    if _wish() == "off" or not shapes or dtype == torch.float32 or cuda.load_error() is not None or _has_wgmma():
         return {}
     if (wish := _wish()) not in ("", "on"):
         logger.warning("NF4_TUNE is %r, neither on nor off: nothing is measured, kept times are used", wish)
@@ -168,6 +169,10 @@ def use_kept() -> None:
     launches.use_times(torch.device("cuda", torch.cuda.current_device()), kept())
 
 
+def _has_wgmma() -> bool:
+    return arch(torch.device("cuda", torch.cuda.current_device())) == 90
+
+
 def _wish() -> str:
     return os.environ.get("NF4_TUNE", "").strip().lower()
 
@@ -226,6 +231,9 @@ def main() -> int:
         print(f"nf4_kernels.tune: no CUDA kernels: {reason}", file=sys.stderr)
         return 1
     os.environ["NF4_TUNE"] = "on"
+    if _has_wgmma():
+        print("nf4_kernels.tune: on GPUs with wgmma the fitted costs choose", file=sys.stderr)
+        return 1
     device, copies = torch.device("cuda", torch.cuda.current_device()), 12
     for n, k in ((int(pair[1]), int(pair[2])) for pair in pairs if pair):
         launches.use_times(device, {})

@@ -20,6 +20,7 @@ from nf4_kernels.plan.rows import (
     GROUP_ROWS,
     HALF_ROWS,
     INSTANCES,
+    MAX_HOPPER_ROWS_TOKENS,
     MAX_ROWS_TOKENS,
     Rows,
     rows_candidates,
@@ -82,7 +83,7 @@ def candidates(
     """
     hopper = arch == 90
     if k % 64 == 0 and blocksize >= 64 and arch >= 80 and m >= 1:
-        if m <= MAX_ROWS_TOKENS:
+        if m <= (MAX_HOPPER_ROWS_TOKENS if hopper else MAX_ROWS_TOKENS):
             tiles = 1 if m <= 8 else 2 if m <= 16 else 4
             for rows in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
                 if not (normalised and rows.passes > 1):

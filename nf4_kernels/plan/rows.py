@@ -10,6 +10,8 @@ GROUP_ROWS = 16
 HALF_ROWS = 8
 MAX_ROWS_TOKENS = 32
 """Tokens of one launch."""
+MAX_HOPPER_ROWS_TOKENS = 8
+"""The same on Hopper, where linear_wgmma is the faster one of more tokens: in a layer, though not always alone."""
 # Blocks that share row groups -> how many such clusters a multiprocessor has room for (four do not fit everywhere).
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 # (warps, k blocks of a warp, token tiles): the instances of csrc/cuda/rows/linear_rows.cu.
@@ -35,8 +37,12 @@ _TWO_TILES_LAUNCH_US = 1.0
 _TWO_TILES_LONG_LAUNCH_US = 2.5
 """Added where there are two, in several passes of warps with _LONG_BLOCKS k blocks or more."""
 _LONG_BLOCKS = 4
-_CLUSTER_US = {1: 0.0, 2: 0.28, 4: 0.39}
+# Of these two 0.5 us, 3 us and all are what launches take more in a layer, behind other kernels, than behind their like:
+# fitted to layers of eight models with 1 to 8 tokens (bench/results/layer-launches-nvidia-h200.json).
+_CLUSTER_US = {1: 0.0, 2: 0.78, 4: 3.4}
 """Added by the size of the cluster, in thread blocks, through which partial sums go."""
+_FEW_WARPS_US = 0.5
+"""Added where there are fewer than 16 warps."""
 _GROUP_US = 0.215
 """A row group in one pass."""
 _GROUP_BLOCK_US = 0.237
@@ -155,4 +161,5 @@ def rows_cost(rows: Rows, m: int, n: int) -> float:
         launch += _TWO_TILES_LONG_LAUNCH_US if long and rows.passes > 1 else _TWO_TILES_LAUNCH_US
     passes = _PASS_ACTIVATIONS_US + _MORE_PASS_ACTIVATIONS_US * (rows.passes - 1)
     activations = rows.part_blocks / 64 * passes * (_ACTIVATIONS_FACTOR + _TOKEN_ACTIVATIONS_FACTOR * m)
-    return launch + groups * group + activations + _CLUSTER_US[rows.cluster]
+    launch += _CLUSTER_US[rows.cluster] + _FEW_WARPS_US * (rows.warps < 16)
+    return launch + groups * group + activations

@@ -32,7 +32,7 @@ TAIL = """\
 | `NF4_CUDA_ARCHS` | GPU targets to compile for, such as `80;90a`. |
 | `NF4_WRITTEN_LAYERS` | 0: decoder layers run by transformers' own code. |
 | `NF4_POSE_AS` | To test: the capability of an older GPU, such as 86, whose kernels are chosen. |
-| `NF4_TUNE` | on: a start measures which launches of GEMMs are fastest and keeps it; off: nothing kept is used. |
+| `NF4_TUNE` | on: a start measures which launches of GEMMs are fastest, except on Hopper; off: no such times are used. |
 | `NF4_KERNELS_VLLM` | 0: vLLM is left as it is ([clients](clients.md#vllm-and-transformers-serve)). |
 """
 _TITLES = {

@@ -84,11 +84,12 @@ def test_choices_on_a_device_follow_its_times(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_gated_gemm_is_chosen_among_launches_that_compute_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "_properties", lambda index: (90, 82))
-    launches.use_times(GPU, {SHAPE: planted({Wgmma: 1.2}, 90)})
+    monkeypatch.setattr(launches, "_properties", lambda index: (100, 82))
+    launches.use_times(GPU, {SHAPE: planted({Mma: 1.5}, 100)})
     choices = [cuda.plan_on(GPU, 12, N, K, gated=gated) for gated in (False, True)]
+    assert [type(choice) for choice in choices] == [Rows, Mma]
+    monkeypatch.setattr(launches, "_properties", lambda index: (90, 82))
     launches.use_times(GPU, {})
-    assert [type(choice) for choice in choices] == [Rows, Wgmma]
     assert isinstance(cuda.plan_on(GPU, 8, N, K, normalised=True, gated=True), Rows)
     assert isinstance(cuda.plan_on(GPU, 4000, N, K, gated=True), Dequantize)
 
@@ -209,6 +210,12 @@ def test_nothing_is_measured_or_read_where_that_is_off(gpu: list[str], monkeypat
     assert gpu == ["a"]
 
 
+def test_with_wgmma_fitted_costs_choose(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "arch", lambda device: 90)
+    assert tuned("a") == tune.kept() == {}
+    assert not gpu
+
+
 def test_a_start_measures_only_if_asked_to(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     first = tuned("a")
     monkeypatch.delenv("NF4_TUNE")
@@ -239,6 +246,7 @@ def test_every_launch_that_is_timed_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_launches_are_timed_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("NF4_TUNE", "on")
+    monkeypatch.setattr(tune, "arch", lambda device: 86)  # so that a GPU with wgmma measures, too
     weights = [tune._random(2048, 1024, 64, True) for _ in range(3)]
     times = tune.tuned(tune.by_shape(weights), torch.bfloat16, lambda *_: None)
     assert tune.kept() == times
