@@ -13,10 +13,6 @@ WIDE_TOKENS = range(65, 257)
 # The instances of csrc/cuda/mma_sm80/wide/, by the m16 tiles of a warp and the tokens of a tile -> a launch, a k step, and
 # what split tiles add, in microseconds of code for sm_86, fitted to wide_tiles of bench/results/posed-86-nvidia-h200.json.
 WIDE_COSTS = {
-    (2, 80): (4.6, 0.791, 5.0),
-    (2, 96): (4.5, 0.84, 5.2),
-    (2, 112): (4.8, 0.903, 6.1),
-    (2, 128): (4.0, 1.012, 6.9),
     (4, 80): (3.8, 1.15, 7.5),
     (4, 96): (2.9, 1.31, 8.5),
     (4, 112): (3.9, 1.42, 8.9),

@@ -209,7 +209,7 @@ def fused_launches(n: int, k: int) -> Iterator[tuple[Mma, int]]:
         tokens = instance[1]
         for warps, m, multiprocessors in zip(SOME_WARPS, (tokens, 2 * tokens + 1), (132, 2), strict=True):
             yield whole(instance, warps, m, n, multiprocessors), m
-    for row_tiles, tokens in ((2, 80), (4, 112), (4, 128)):
+    for row_tiles, tokens in ((4, 80), (4, 112), (4, 128)):
         for m, parts in ((tokens, 1), (2 * tokens + 1, 3)):
             yield wide(row_tiles, tokens, m, n, k, parts), m
 
@@ -273,7 +273,7 @@ def test_what_a_launch_cannot_do_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     x = torch.randn(2, 128, device=DEVICE, dtype=BFLOAT16)
     stream_k = (Mma(8, 4, 1), Mma(40, 8, 1), Mma(8, WARPS[8], 3), Mma(8, WARPS[8], 0))
     whole = (Mma(8, 16, *of) for of in ((1, 16, 1, 1), (1, 1, 9, 1), (3, 2, 1, 4), (1, 1, 1, 3), (1, 1, 0, 1)))
-    for wrong in (*stream_k, *whole, Mma(16, 16, 5, 1, 1, 1), Mma(80, 3, 1), Mma(128, 4, 3), Mma(80, 2, 3)):
+    for wrong in (*stream_k, *whole, Mma(16, 16, 5, 1, 1, 1), Mma(80, 2, 1), Mma(128, 4, 3), Mma(80, 4, 3)):
         monkeypatch.setattr(launches, "_plan", lambda *_, wrong=wrong: wrong)
         with pytest.raises(cuda.KernelError, match="mma"):
             w.linear(x)

@@ -29,10 +29,6 @@ cudaError_t launch_wide(const MmaArgs& args, int dtype, int row_tiles, int token
     return launch_instance<WideShape<row_tiles_, tiles_>>(args, dtype, grid, stream);       \
   }
   // nf4_kernels/plan/mma_wide.py lists the same.
-  NF4_INSTANCE(2, 5)
-  NF4_INSTANCE(2, 6)
-  NF4_INSTANCE(2, 7)
-  NF4_INSTANCE(2, 8)
   NF4_INSTANCE(4, 5)
   NF4_INSTANCE(4, 6)
   NF4_INSTANCE(4, 7)
