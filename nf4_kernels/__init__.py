@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nf4_kernels import cpu, cuda, ops
 from nf4_kernels.cuda.device import capability
-from nf4_kernels.cuda.weight_order import prefetch_next
 from nf4_kernels.format import Weight
 
 __version__ = "0.2.0"
@@ -28,7 +27,6 @@ __all__ = [
     "disable",
     "enable",
     "linear_4bit",
-    "prefetch_next",
 ]
 
 

@@ -21,7 +21,6 @@ NAMES = (
     ("nf4_kernels/bnb.py", "torch", "_C._functorch.peek_interpreter_stack"),
     ("nf4_kernels/bnb.py", "bitsandbytes.nn.modules", "fix_4bit_weight_quant_state_from_module"),
     ("nf4_kernels/bnb.py", "bitsandbytes.backends.default.ops", "_gemm_4bit_default_impl"),
-    ("nf4_kernels/cuda/weight_order.py", "torch.multiprocessing.reductions", "StorageWeakRef.expired"),
     ("server/checkpoint/classes.py", "transformers", "PreTrainedModel._is_stateful"),
     ("server/checkpoint/quantizer.py", "transformers.quantizers.auto", "AUTO_QUANTIZER_MAPPING"),
     ("server/checkpoint/quantizer.py", "transformers.conversion_mapping", "get_model_conversion_mapping"),

@@ -1,7 +1,7 @@
 """python -m bench.kernels.layer: a decode layer's launches one after another on a Hopper GPU, by the form of its attention.
 
 Six layers of a shape with random weights and caches of their own run in a CUDA graph, as in an engine: the GEMMs with norms,
-residuals and gate, each bringing the next one's weight into L2, and decode attention with a rotary embedding. A launch that
+residuals and gate, and decode attention with a rotary embedding. A launch that
 is quicker alone may be slower behind others, so forms of the attention are compared here; their outputs are in
 tests/engine/attention/test_compiled_attention.py. Writes bench/results/layer-DEVICE.json: microseconds of a layer, medians
 of 15 replays, by the number of sequences and the tokens behind each; the Triton kernel comes first and last.
@@ -22,7 +22,7 @@ from torch import Tensor
 from bench.busy import points_of
 from bench.kernels.measure import random_weight
 from bench.machine import current_commit, gpu_in_file_names, versions
-from nf4_kernels import Weight, cuda, prefetch_next
+from nf4_kernels import Weight, cuda
 from nf4_kernels.cuda import decode_attention
 from nf4_kernels.cuda.decode_attention import Instance
 from server.engine.runtime.attention.base import AttentionOptions
@@ -66,15 +66,12 @@ MODELS = {
 
 
 class Layers:
-    """LAYERS layers of a shape, whose weights follow one another in the weight order."""
+    """LAYERS layers of a shape."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.kind = Kind(shape.heads, shape.kv_heads, DIM, AttentionOptions(DIM**-0.5))
         self.weights = [[random_weight(n, k) for n, k in shape.weights] for _ in range(LAYERS)]
-        flat = [weight for layer in self.weights for weight in layer]
-        for weight, following in zip(flat, flat[1:] + flat[:1], strict=True):
-            prefetch_next(weight, following)
         self.norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device="cuda")
 
     def run(self, x: Tensor, decode: DecodeAttention, caches: list[LayerCache], rotary: RotaryEmbedding) -> Tensor:

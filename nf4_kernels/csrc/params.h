@@ -32,28 +32,6 @@ typedef struct {
   int32_t group_skip;
 } Nf4Weight;
 
-/* Weight prefetch: what of the next GEMM's weight is loaded into L2 (from sm_90 on; nothing where codes is null). The next
- * launch divides the weight's groups of 8 rows into runs, the first longer_runs of which are one group longer. The first
- * code_bytes and scale_bytes of each run are prefetched, and with nested scales all of absmax and offsets.
- * Every address is a multiple of 16. */
-typedef struct {
-  const uint8_t* codes;
-  const uint8_t* scales;
-  const uint8_t* absmax;
-  const uint8_t* offsets;
-  int32_t runs;
-  int32_t run_groups;
-  int32_t longer_runs;
-  int32_t group_code_bytes;
-  int32_t group_scale_bytes;
-  int32_t code_bytes;
-  int32_t scale_bytes;
-  int32_t absmax_bytes;
-  int32_t offset_bytes;
-  int32_t parts;       /* 2 where runs go through gates and, part_groups behind them, their ups; else 1 */
-  int32_t part_groups;
-} Nf4Next;
-
 enum { NF4_NORM_K = 16384 };
 
 enum { NF4_NO_ACTIVATION = 0, NF4_SILU = 1, NF4_GELU_TANH = 2 };
@@ -77,7 +55,6 @@ typedef struct {
   int32_t constant_weights; /* nothing under way on the stream writes the weight or norm_weight: both may be read at once */
   void* stream;
   uint64_t* clock; /* null, or NF4_CLOCK_WORDS words where the launch leaves its times */
-  Nf4Next next;
   const void* residual;
   const void* norm_weight;
   float norm_eps;

@@ -15,7 +15,7 @@ inline int64_t struct_size(const char* name) {
     const char* name;
     size_t bytes;
   } sizes[] = {
-      {"Nf4Weight", sizeof(Nf4Weight)}, {"Nf4Next", sizeof(Nf4Next)},   {"Nf4Linear", sizeof(Nf4Linear)},
+      {"Nf4Weight", sizeof(Nf4Weight)}, {"Nf4Linear", sizeof(Nf4Linear)},
       {"Nf4Clocks", sizeof(Nf4Clocks)}, {"RowsPlan", sizeof(RowsPlan)}, {"WgmmaPlan", sizeof(WgmmaPlan)},
       {"MmaPlan", sizeof(MmaPlan)},
       {"Nf4AllReduce", sizeof(Nf4AllReduce)}, {"Nf4DecodeAttention", sizeof(Nf4DecodeAttention)},

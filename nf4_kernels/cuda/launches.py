@@ -12,15 +12,11 @@ from torch import Tensor
 
 from nf4_kernels.cuda.clocks import clock_words
 from nf4_kernels.cuda.device import arch, index_of
-from nf4_kernels.cuda.library import Linear, Next, launch, raise_for, usable
-from nf4_kernels.cuda.weight_order import next_weight
+from nf4_kernels.cuda.library import Linear, launch, raise_for, usable
 from nf4_kernels.cuda.workspace import workspace_on
 from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
 from nf4_kernels.plan import (
-    GROUP_ROWS,
-    HALF_ROWS,
     NORM_K,
-    PREFETCH_BYTES,
     Dequantize,
     Mma,
     Plan,
@@ -112,15 +108,8 @@ def gemm_gated(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion, gate: 
     workspace = workspace_on(x.device)
     if not has_gate(choice, normalised) or not _is_aligned(weight) or workspace is None:
         return False
-    if isinstance(choice, Rows):
-        _gated_weights.add(weight.packed)
     _launch(out, m, aligned(x), None, weight, dataclasses.replace(fusion, gate=gate), choice, workspace)
     return True
-
-
-# Where the codes lie of weights that linear_rows has multiplied with a gated activation. An address whose weight is gone may
-# be another one's: then bytes are prefetched that are read later, and nothing else changes.
-_gated_weights: set[int] = set()
 
 
 def plan_on(
@@ -188,7 +177,6 @@ def _launch(
     workspace: tuple[Tensor, Tensor] | None,
 ) -> None:
     device = out.device
-    capturing = torch.cuda.is_current_stream_capturing()
     scratch, counters = workspace or (None, None)
     if isinstance(choice, Wgmma | Mma):
         needed = choice.workspace_bytes(m, weight.n, weight.k)
@@ -211,10 +199,9 @@ def _launch(
         counters=None if counters is None else counters.data_ptr(),
         m=m,
         dtype=DTYPES[out.dtype],
-        constant_weights=capturing,
+        constant_weights=torch.cuda.is_current_stream_capturing(),
         stream=torch.cuda.current_stream(device).cuda_stream,
         clock=words,
-        next=_next(device, m, weight.packed) if capturing else Next(),
         residual=None if residual is None else residual.data_ptr(),
         norm_weight=None if norm_weight is None else norm_weight.data_ptr(),
         norm_eps=fusion.norm_eps,
@@ -224,45 +211,6 @@ def _launch(
     )
     # A Mma's time counts as linear_rows'; its decoding is not timed.
     launch(choice, linear, timed and not isinstance(choice, Mma))
-
-
-def _next(device: torch.device, m: int, packed: int) -> Next:
-    """The part of the next GEMM's weight that is brought into L2; that GEMM has as many tokens."""
-    following = next_weight(packed)
-    if following is None:
-        return Next()
-    n, k = (int(size) for size in following.shape)
-    choice = plan_on(device, m, n, k, following.blocksize, following.nested)
-    addresses = following.packed, following.scales[0], following.absmax[0], following.offsets[0]
-    if not isinstance(choice, Rows) or any(address % 16 for address in addresses):
-        return Next()
-    # Where that launch gates, it reads gates and their ups alternately, so a run begins in both halves of the weight.
-    parts = 2 if following.packed in _gated_weights and has_gate(choice, normalised=True) and n % GROUP_ROWS == 0 else 1
-    rows = n // parts
-    runs, halves = choice.grid // choice.cluster, -(-rows // HALF_ROWS)
-    run_halves, longer_runs = divmod(halves, runs)
-    half_bytes = HALF_ROWS * k // 2
-    # The last run may have fewer rows, and what it prefetches must fit, too.
-    last = rows * k // 2 - (halves - run_halves) * half_bytes
-    share = min(PREFETCH_BYTES // (runs * parts), last) & ~15
-    codes_per_scale = following.blocksize // 2 // (1 if following.nested else 4)
-    return Next(
-        codes=addresses[0],
-        scales=addresses[1],
-        absmax=addresses[2],
-        offsets=addresses[3],
-        runs=runs,
-        run_groups=run_halves,
-        longer_runs=longer_runs,
-        group_code_bytes=half_bytes,
-        group_scale_bytes=half_bytes // codes_per_scale,
-        code_bytes=share,
-        scale_bytes=share // codes_per_scale & ~15,
-        absmax_bytes=following.absmax[1],
-        offset_bytes=following.offsets[1],
-        parts=parts,
-        part_groups=halves if parts == 2 else 0,
-    )
 
 
 def _gemm_in_slices(out: Tensor, x: Tensor, weight: Nf4Weight, bias: Tensor | None, rows: int) -> None:

@@ -18,17 +18,6 @@ from nf4_kernels.plan.moe import MoeWarps, MoeWgmma
 from nf4_kernels.plan.moe_rows import MoeRows
 
 
-class Next(ctypes.Structure):
-    """Nf4Next of params.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "absmax", "offsets")),
-        *((name, ctypes.c_int32) for name in ("runs", "run_groups", "longer_runs")),
-        *((name, ctypes.c_int32) for name in ("group_code_bytes", "group_scale_bytes", "code_bytes", "scale_bytes")),
-        *((name, ctypes.c_int32) for name in ("absmax_bytes", "offset_bytes", "parts", "part_groups")),
-    )
-
-
 class Linear(ctypes.Structure):
     """Nf4Linear of params.h."""
 
@@ -44,7 +33,6 @@ class Linear(ctypes.Structure):
         ("constant_weights", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
         ("clock", ctypes.c_void_p),
-        ("next", Next),
         ("residual", ctypes.c_void_p),
         ("norm_weight", ctypes.c_void_p),
         ("norm_eps", ctypes.c_float),
@@ -121,7 +109,6 @@ _PLANS = {
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Nf4Weight": Nf4Weight,
-    "Nf4Next": Next,
     "Nf4Linear": Linear,
     "Nf4Clocks": Clocks,
     "Nf4AllReduce": AllReduce,

@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nf4_kernels.plan.dequantize import Dequantize, dequantize_cost, slice_rows
-from nf4_kernels.plan.limits import COUNTERS, NORM_K, PREFETCH_BYTES, WORKSPACE_BYTES
+from nf4_kernels.plan.limits import COUNTERS, NORM_K, WORKSPACE_BYTES
 from nf4_kernels.plan.mma import MMA_COSTS, MMA_TOKENS, WHOLE_INSTANCES, Mma, mma_candidates, mma_cost
 from nf4_kernels.plan.mma_wide import WIDE_COSTS, WIDE_TOKENS, wide_candidates, wide_cost
 from nf4_kernels.plan.posed import posed_dequantize_cost
 from nf4_kernels.plan.rows import (
-    GROUP_ROWS,
-    HALF_ROWS,
     INSTANCES,
     MAX_HOPPER_ROWS_TOKENS,
     MAX_ROWS_TOKENS,
@@ -32,14 +30,11 @@ from nf4_kernels.plan.wgmma import WGMMA_INSTANCES, WGMMA_TOKENS, Wgmma, wgmma_c
 
 __all__ = (
     "COUNTERS",
-    "GROUP_ROWS",
-    "HALF_ROWS",
     "INSTANCES",
     "MAX_ROWS_TOKENS",
     "MMA_COSTS",
     "MMA_TOKENS",
     "NORM_K",
-    "PREFETCH_BYTES",
     "WGMMA_INSTANCES",
     "WGMMA_TOKENS",
     "WHOLE_INSTANCES",

@@ -6,7 +6,5 @@ WORKSPACE_BYTES = 32 << 20
 """Partial sums and tiled activations of a launch, allocated once for each stream."""
 COUNTERS = 1 << 16
 """int32 counters beside them, zero between two launches."""
-PREFETCH_BYTES = 8 << 20
-"""Bytes of the next GEMM's weight that a launch brings into L2 as it ends."""
 NORM_K = 16384
 """The longest rows of x that a launch normalises: NF4_NORM_K of csrc/params.h."""

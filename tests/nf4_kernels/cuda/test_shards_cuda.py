@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nf4_kernels import Weight, cuda, prefetch_next, reference
+from nf4_kernels import Weight, cuda, reference
 from nf4_kernels.cuda import launches
 from nf4_kernels.cuda.device import arch
 from nf4_kernels.format import nested_groups
@@ -159,23 +159,6 @@ def test_slices(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for dtype in (torch.float32, *HALVES):
             x = torch.randn(70, w.k, device=DEVICE, dtype=dtype)
             assert is_right(w, x, w.linear(x)), dtype
-
-
-@pytest.mark.parametrize("m", [1, 24, 128])
-def test_a_graph_that_prefetches_a_part(m: int) -> None:
-    first, second = random_weight(4096, 2048), part_of_k(2048, 4096, 64, 192)
-    prefetch_next(first.weight, second.weight)
-    x = torch.randn(m, 2048, device=DEVICE, dtype=BFLOAT16)
-    inner = first.linear(x)
-    expected = second.linear(inner)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = second.linear(first.linear(x))
-    prefetch_next(first.weight, None)
-    for _ in range(3):
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, expected)
 
 
 def test_wrong_geometry_is_named() -> None:

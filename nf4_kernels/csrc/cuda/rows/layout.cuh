@@ -3,7 +3,6 @@
 
 #include "../clock.cuh"
 #include "../gate.cuh"
-#include "../prefetch.cuh"
 #include "sync.cuh"
 
 namespace nf4 {
@@ -83,7 +82,6 @@ struct RowsArgs {
   const void* residual;
   const void* norm_weight;
   float norm_eps;
-  Nf4Next next;
   // Where k blocks lie in the groups of 256 nested scales, which in a shard are the whole weight's: the first k block of all,
   // and how far one row's lie behind those of the row before.
   int place_first, place_pitch;

@@ -103,7 +103,6 @@ RowsArgs build_args(const Nf4Linear& linear, const RowsPlan& plan) {
   args.whole_rows = args.scale_pitch || bytes >= 16;
   args.constant_weights = linear.constant_weights;
   args.clock = linear.clock;
-  args.next = linear.next;
   args.first_delay = plan.tiles > 1 ? 1000 : 0;
   args.later_delay = args.part_blocks * 4;
   args.waiting_delay = args.m > 2 ? args.part_blocks * 11 - args.later_delay : 0;

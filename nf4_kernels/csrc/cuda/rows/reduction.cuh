@@ -177,8 +177,6 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
       load_stage<Layout, kNested, kGates>(args, base, ahead, stage);
       pace_loads(args, Layout::activations(base));
     }
-    if (ahead.done() && elect_one()) prefetch_next(args.next);
-    __syncwarp();
     barrier_sync(kBarriersReady, 64);
   }
   grid_dependency_wait();
@@ -203,8 +201,6 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
         if (!ahead.done()) {
           load_stage<Layout, kNested, kGates>(args, base, ahead, ring.stage);
           ahead.next();
-          if (ahead.done() && elect_one()) prefetch_next(args.next);
-          __syncwarp();
         }
         ring.advance(args.stages);
       }

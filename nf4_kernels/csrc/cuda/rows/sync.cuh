@@ -17,7 +17,7 @@ __device__ __forceinline__ bool elect_one() {
 #endif
 }
 
-// An L2 policy for bytes that are read once: L2 evicts them before what is read again or was prefetched.
+// An L2 policy for bytes that are read once: L2 evicts them before what is read again.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy = 0;
 #if __CUDA_ARCH__ >= 900

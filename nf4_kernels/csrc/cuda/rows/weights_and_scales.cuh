@@ -132,7 +132,6 @@ __device__ __forceinline__ void produce(const RowsArgs& args, unsigned base, Row
     if (load < args.stages) pace_loads(args, Layout::activations(base));
     ring.advance(args.stages);
   }
-  if (elect_one()) prefetch_next(args.next);
 }
 
 // What a lane needs to decode the scales of one row and part.

@@ -24,7 +24,6 @@ from server.engine.runtime.layers.small_steps import MAX_TOKENS, SmallSteps, Uns
 from server.engine.runtime.layers.spec import attention_name, read_layer
 from server.engine.runtime.layers.stateful.state_layers import StateLayers
 from server.engine.runtime.model.decoder import decoder_layers, outer_modules
-from server.engine.runtime.model.weight_order import set_weight_order
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps
 from server.engine.runtime.trials import DifferenceError, failure
@@ -47,12 +46,9 @@ _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> list[DecoderLayer]:
     """Put written layers in the place of paged's decoder layers, and return them; none, if transformers' own stay.
 
-    The log says why they stay. Also sets the order of weights. options: how each layer attends. Call in inference mode.
+    The log says why they stay. options: how each layer attends. Call in inference mode.
     """
     steps = TrialSteps(paged)
-    if paged.device.type == "cuda":
-        # Now, because it watches modules that written layers do not call.
-        set_weight_order(paged.model, steps.run)
     if os.environ.get(WRITTEN_LAYERS_VARIABLE) == "0":
         logger.info("%s: %s is 0", _OWN, WRITTEN_LAYERS_VARIABLE)
         return []
