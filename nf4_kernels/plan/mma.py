@@ -66,6 +66,8 @@ WHOLE_INSTANCES = {
     (8, 48): WholeInstance(2, 2, 7.44, 4.48, 1.46, 0.128, 4.19),
     (16, 64): WholeInstance(1, 4, 6.63, 2.58, 2.08, 0.205, 2.30),
     (8, 64): WholeInstance(2, 2, 10.3, 7.03, 1.76, 0.121, 5.12),
+    (8, 80): WholeInstance(2, 1, 9.38, 5.31, 2.35, 0.154, 2.51),
+    (8, 96): WholeInstance(2, 1, 8.18, 5.10, 3.01, 0.122, 4.46),
 }
 _MAX_TOKEN_TILES = 8
 """Of a launch of whole tiles. Small weights have too few rows for all multiprocessors."""
@@ -104,7 +106,7 @@ class Mma:
     @property
     def is_wide(self) -> bool:
         """Whether it is one of csrc/cuda/mma_sm80/wide/."""
-        return self.tokens >= _WIDE_TOKENS
+        return not self.row_warps and self.tokens >= _WIDE_TOKENS
 
     def workspace_bytes(self, m: int, n: int, k: int) -> int:
         """Normalised tokens, should there be any, and partial sums of the tiles of which thread blocks may have a part."""

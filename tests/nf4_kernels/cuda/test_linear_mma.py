@@ -35,7 +35,7 @@ MANY = (
 )
 """Weights: n, k, blocksize, whether scales are nested, whether each 256 blocks have an offset."""
 SOME_WARPS = ((2, 2, 4), (3, 1, 1))
-"""Row warps, k warps and loaders that every instance of whole tiles has room for."""
+"""Row warps, k warps and loaders; for as many of the k warps as an instance can have, each has room."""
 
 
 def planned_arch() -> int:
@@ -52,6 +52,8 @@ def launch(tokens: int, m: int, n: int, k: int, blocks: int) -> Mma:
 def whole(instance: tuple[int, int], warps: tuple[int, int, int], m: int, n: int, multiprocessors: int = 132) -> Mma:
     """A launch of whole tiles, a few for each thread block if there are few multiprocessors."""
     most, tokens = instance
+    row_warps, k_warps, loaders = warps
+    warps = row_warps, min(k_warps, WHOLE_INSTANCES[instance].max_k_warps), loaders
     tiles = -(-n // Mma(tokens, most, 1, *warps).tile_rows) * -(-m // tokens)
     return Mma(tokens, most, -(-tiles // -(-tiles // multiprocessors)), *warps)
 
@@ -65,7 +67,7 @@ def wide(row_tiles: int, tokens: int, m: int, n: int, k: int, parts: int = 1) ->
 def warps_of(instance: tuple[int, int]) -> list[tuple[int, int, int]]:
     """Row warps, k warps and loaders: each number of loaders with one k warp and with the most, in all the room there is."""
     most, max_k_warps = instance[0], WHOLE_INSTANCES[instance].max_k_warps
-    found = {(1, 2, 4), (2, 1, 1)}
+    found = {(1, min(2, max_k_warps), 4), (2, 1, 1)}
     for loaders, k_warps in itertools.product((1, 2, 4), (1, max_k_warps)):
         row_warps = max(1, (most - loaders) // k_warps)
         found.add((row_warps, min(k_warps, (most - loaders) // row_warps), loaders))

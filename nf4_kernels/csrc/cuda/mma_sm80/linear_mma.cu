@@ -26,7 +26,7 @@ cudaError_t launch_instance(const MmaArgs& args, int dtype, int grid, cudaStream
   return launch_instance<__nv_bfloat16, kWarps, kTiles>(args, grid, stream);
 }
 
-bool is_wide(const MmaPlan& plan) { return plan.tokens >= kWideTokens && plan.warps > 0; }
+bool is_wide(const MmaPlan& plan) { return !plan.row_warps && plan.tokens >= kWideTokens && plan.warps > 0; }
 
 int tile_rows(const MmaPlan& plan) { return is_wide(plan) ? plan.warps * 64 : kMmaRows; }
 

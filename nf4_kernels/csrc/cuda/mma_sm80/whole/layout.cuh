@@ -39,9 +39,9 @@ struct WholeShape {
   static constexpr int kWarps = kWarps_, kRowTiles = kRowTiles_, kTiles = kTiles_, kChunk = kChunk_, kTokens = kTiles * 8;
   static constexpr int kThreads = kWarps * 32, kRows = kRowTiles * 2, kStepChunks = kStepBlocks / kChunk;
   // Sums of 64 k take registers, for which there is no room here: sums are in units of the latest scale.
-  static constexpr bool kRescales = kRowTiles == 2 && kTiles == 8;
+  static constexpr bool kRescales = kRowTiles == 2 && kTiles >= 8;
   // Token tiles that are multiplied at the same time: so many sums do not wait for one another.
-  static constexpr int kGroup = kTiles < 4 ? kTiles : kRowTiles == 2 && !kRescales ? 2 : kTiles == 6 ? 3 : 4;
+  static constexpr int kGroup = kTiles < 4 ? kTiles : kRowTiles == 2 && !kRescales ? 2 : kTiles == 6 ? 3 : kTiles == 10 ? 5 : 4;
   static constexpr int kScaleCode = kTableBytes + kQuarterSlots * kTableStride;
   static constexpr int kBarriers = kScaleCode + 1024;
   // The ring's parts, a chunk each: two have room for four k warps of 48 and 64 tokens.

@@ -55,6 +55,8 @@ cudaError_t launch_whole(const MmaArgs& shared, const MmaPlan& plan, int dtype, 
   NF4_INSTANCE(8, 2, 6, 1)
   NF4_INSTANCE(16, 1, 8, 1)
   NF4_INSTANCE(8, 2, 8, 1)
+  NF4_INSTANCE(8, 2, 10, 1)
+  NF4_INSTANCE(8, 2, 12, 1)
 #undef NF4_INSTANCE
   return cudaErrorInvalidValue;
 }

@@ -1,6 +1,6 @@
 // GEMM of few tokens with an NF4 weight on mma.sync, from Ampere on: thread blocks compute whole tiles.
 //
-// A tile is 16 or 32 weight rows (the m of mma m16n8k16) for each of a thread block's row warps x 8 to 64 tokens. Where a thread
+// A tile is 16 or 32 weight rows (the m of mma m16n8k16) for each of a thread block's row warps x 8 to 96 tokens. Where a thread
 // block has more warps than its rows take, k warps share the k of the same rows and add up their sums in shared memory. So no
 // thread block waits for another one, and none begins or ends within a tile.
 //   codes of its rows are loaded into registers a step ahead, in bitsandbytes' order
