@@ -120,6 +120,10 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
 """Mirrors of the structs of params.h and gated_delta.h."""
 
 
+_NO_KERNEL = 209
+"""cudaErrorNoKernelImageForDevice."""
+
+
 class KernelError(RuntimeError):
     """A kernel could not be launched; the message holds CUDA's."""
 
@@ -181,6 +185,8 @@ def load_error() -> str | None:
         return "torch sees no CUDA GPU"
     if status := loaded.nf4_cuda_has_code():
         error = loaded.nf4_cuda_error(status).decode()
+        if status != _NO_KERNEL:
+            return f"{cuda_library()} cannot be used: {error} (CUDA error {status})"
         return f"{cuda_library()} was compiled for other GPUs ({error}): python -m nf4_kernels.build --native"
     return None
 

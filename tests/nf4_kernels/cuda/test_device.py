@@ -66,12 +66,16 @@ def test_a_library_for_other_gpus_is_named_with_the_cure(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     status = 209
-    loaded = SimpleNamespace(nf4_cuda_has_code=lambda: status, nf4_cuda_error=lambda _: b"no kernel image")
+    messages = {209: b"no kernel image", 35: b"CUDA driver version is insufficient"}
+    loaded = SimpleNamespace(nf4_cuda_has_code=lambda: status, nf4_cuda_error=messages.__getitem__)
     monkeypatch.setattr(library, "library", lambda: loaded)
     monkeypatch.setattr(library, "cuda_library", lambda: "here.so")
     assert library.load_error.__wrapped__() == (
         "here.so was compiled for other GPUs (no kernel image): python -m nf4_kernels.build --native"
     )
+    status = 35
+    reason = "here.so cannot be used: CUDA driver version is insufficient (CUDA error 35)"
+    assert library.load_error.__wrapped__() == reason
     status = 0
     assert library.load_error.__wrapped__() is None
 
