@@ -14,6 +14,7 @@ import torch
 
 from nf4_kernels import build
 from nf4_kernels.cuda import device, library
+from nf4_kernels.plan.moe_rows import moe_rows_instances
 
 HOPPER = torch.device("cuda", 0)
 
@@ -78,6 +79,18 @@ def test_a_library_for_other_gpus_is_named_with_the_cure(monkeypatch: pytest.Mon
     assert library.load_error.__wrapped__() == reason
     status = 0
     assert library.load_error.__wrapped__() is None
+
+
+@pytest.mark.parametrize(("code", "gpu"), [(80, 86), (86, 89)])
+def test_code_has_the_kernels_that_plans_choose_on_each_gpu_that_runs_it(code: int, gpu: int, tmp_path: Path) -> None:
+    if (nvcc := build.find_nvcc()) is None:
+        pytest.skip("there is no nvcc")
+    layouts = (", ".join(map(str, instance)) for instance in moe_rows_instances(gpu))
+    checks = (f"static_assert(nf4::kIsPlanned<nf4::MoeLayout<{one}, true>::total(2)>);" for one in layouts)
+    source = tmp_path / "planned.cu"
+    source.write_text("\n".join(('#include "cuda/moe/rows_layout.cuh"', "#ifdef __CUDA_ARCH__", *checks, "#endif")))
+    options = ("-std=c++17", f"-arch=compute_{code}", "-I.", "-ptx", "-o", tmp_path / "planned.ptx")
+    subprocess.run([nvcc, *options, source], cwd=build.SOURCES, check=True)
 
 
 @pytest.mark.gpu

@@ -45,10 +45,10 @@ constexpr int kSharedBytes = 163 << 10;
 constexpr int kSharedBytes = kSmallSharedBytes;
 #endif
 // Whether plans have an instance that takes so much shared memory on this target: what has room on GPUs with the least is for
-// these alone. The kernels of all others are empty.
+// these alone, which may run code of 8.0, too. The kernels of all others are empty.
 template <int kBytes>
 constexpr bool kIsPlanned =
-    kBytes <= kSharedBytes && (kBytes <= kSmallSharedBytes) == (kSharedBytes == kSmallSharedBytes);
+    kBytes <= kSharedBytes && (kBytes > kSmallSharedBytes || kSharedBytes <= 163 << 10);
 
 // Arrivals at a stage's `full` barrier: one lane issues bulk copies; before sm_90 a whole warp copies pieces.
 #if __CUDA_ARCH__ >= 900
