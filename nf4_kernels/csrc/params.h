@@ -82,7 +82,7 @@ typedef struct {
   int32_t blocks;      /* 64-wide k blocks of a consumer warp */
   int32_t tiles;       /* token tiles of 8 tokens */
   int32_t stages;      /* of the shared-memory ring */
-  int32_t cluster;     /* thread blocks that share rows (split-K), each with parts of k of its own: 1 to 4; 1 before sm_90 */
+  int32_t cluster;     /* thread blocks that share rows (split-K), each with parts of k of its own: 1 to 4 */
   int32_t passes;      /* parts of k that a thread block does one after another */
   int32_t part_blocks; /* 64-wide k blocks of a part; cluster * passes parts are k */
   int32_t chunk;       /* row groups that go through all passes together */
@@ -102,7 +102,7 @@ typedef struct {
 typedef struct {
   int32_t tokens;    /* of a token tile */
   int32_t warps;     /* that a thread block of the instance has at most; if tiles are split, it has all of them; in tiles of 80
-                        tokens and more, which are wide: the m16 tiles of each of its 8 warps, 2 or 4 */
+                        tokens and more, which are wide: the m16 tiles of each of its 8 warps (4) */
   int32_t grid;      /* thread blocks; if tiles are split, all of them run at the same time */
   int32_t row_warps; /* 0: tiles are split or wide. Else thread blocks compute whole tiles: warps with rows of their own, */
   int32_t k_warps;   /* for each of these rows so many that share k, */

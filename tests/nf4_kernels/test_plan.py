@@ -267,6 +267,8 @@ def test_the_instances_are_those_compiled() -> None:
     assert compiled("mma_sm80/instances.cuh", 2) == tiles
     whole = {(warps, instance.row_tiles, tokens // 8) for (warps, tokens), instance in WHOLE_INSTANCES.items()}
     assert compiled("mma_sm80/whole/linear_mma_whole.cu", 3) == whole
+    wide = {(row_tiles, tokens // 16) for row_tiles, tokens in WIDE_COSTS}
+    assert compiled("mma_sm80/wide/linear_mma_wide.cu", 2) == wide
 
 
 def test_every_instance_has_stages() -> None:

@@ -13,7 +13,6 @@
 namespace nf4 {
 namespace {
 
-// An attribute of the current device; -1 where CUDA does not say.
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kNormalises, bool kGates = false>
 cudaError_t launch(const RowsArgs& args, int grid, void* stream) {
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;

@@ -1,7 +1,7 @@
 // GEMM of many tokens with an NF4 weight on mma.sync, from Ampere on.
 //
-// A tile is 128 or 256 weight rows (the m of mma m16n8k16) x 80 to 128 tokens. It is one thread block's, or its k steps of 64
-// are divided evenly among some. A warp has 32 or 64 of its rows and half of its tokens: two read each code and four each
+// A tile is 256 weight rows (the m of mma m16n8k16) x 80 to 128 tokens. It is one thread block's, or its k steps of 64
+// are divided evenly among some. A warp has 64 of its rows and half of its tokens: two read each code and four each
 // activation, so that shared memory is less busy than the tensor cores.
 //   codes and activations come by cp.async
 //   a byte is two neighbouring k of a row, which is one A register: a table of 256 entries has it, with a copy for each bank
