@@ -9,9 +9,8 @@ constexpr int kNormThreads = 256;
 
 // Writes x / root(mean of its squares + eps), rounded, times weight: a thread block for each token of k elements.
 __global__ void __launch_bounds__(kNormThreads) normalise_tokens(const __nv_bfloat16* x, const __nv_bfloat16* weight,
-                                                                 __nv_bfloat16* out, int k, float eps, uint64_t* clock) {
+                                                                 __nv_bfloat16* out, int k, float eps) {
   constexpr int kHeld = NF4_NORM_K / 8 / kNormThreads;
-  if (blockIdx.x == 0 && threadIdx.x == 0) clock_start(clock);
   const uint4* from = reinterpret_cast<const uint4*>(x + int64_t{blockIdx.x} * k);
   uint4 held[kHeld];
   float squares = 0.0f;
@@ -56,7 +55,7 @@ inline cudaError_t launch_norm(const Nf4Linear& linear, cudaStream_t stream) {
   if (linear.weight.k > NF4_NORM_K) return cudaErrorInvalidValue;
   normalise_tokens<<<static_cast<unsigned>(linear.m), kNormThreads, 0, stream>>>(
       static_cast<const __nv_bfloat16*>(linear.x), static_cast<const __nv_bfloat16*>(linear.norm_weight),
-      static_cast<__nv_bfloat16*>(linear.workspace), static_cast<int>(linear.weight.k), linear.norm_eps, nullptr);
+      static_cast<__nv_bfloat16*>(linear.workspace), static_cast<int>(linear.weight.k), linear.norm_eps);
   return cudaGetLastError();
 }
 
