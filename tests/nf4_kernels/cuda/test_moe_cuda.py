@@ -111,8 +111,9 @@ def check(
         nested = weight.absmax_8bit is not None
         routed = routing is not None
         plans = moe_candidates(tokens, top_k, count, n, k, *device(), nested, gated, routed, weight.blocksize)
-    # Rounding the weights to bfloat16 alone gives one in a thousand results of 40 values an error of 0.0067 and more.
-    tolerance = TOLERANCE[dtype] * (2 if wanted.numel() < 256 else 1)
+    # Rounding the weights to bfloat16 alone gives one in a thousand results of 40 values an error of 0.0067 and more. Where
+    # all choices of a token are the same expert, so are their values.
+    tolerance = TOLERANCE[dtype] * (2 if wanted.unique().numel() < 256 else 1)
     for plan in plans:
         sizes = (
             wanted.numel() * 2,
