@@ -94,9 +94,9 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 def validate(model: type[M], document: Mapping[str, Any], unsupported: Mapping[str, Sequence[Any]]) -> M:
     """The document as a model. Raises ApiError.
 
-    unsupported: options that are known but not offered, each with the values that ask for nothing (null always does). Those
-    values are dropped; others get a 400 that names the option. Unknown options, in objects within the document, too, are
-    dropped and noted, or get a 400 where the configuration says so.
+    unsupported: options that are known but not offered, each with the values that ask for nothing (null, an empty list and
+    an empty string always do). Those values are dropped; others get a 400 that names the option. Unknown options, in objects
+    within the document, too, are dropped and noted, or get a 400 where the configuration says so.
     """
     known = model.model_fields
     accepted = {}
@@ -105,7 +105,7 @@ def validate(model: type[M], document: Mapping[str, Any], unsupported: Mapping[s
             accepted[name] = value
         elif name not in unsupported:
             ignore_unknown(shown(name))
-        elif value is not None and not _asks_nothing(value, unsupported[name]):
+        elif not _asks_nothing(value, unsupported[name]):
             raise bad_request(
                 f"'{name}' is not supported by this server{_allowed(unsupported[name])}.",
                 name,
@@ -144,7 +144,10 @@ def given(model: type[BaseModel], document: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _asks_nothing(value: Any, neutral: Sequence[Any]) -> bool:
-    return any(type(value) is type(other) and value == other for other in neutral)
+    """Whether a value is a neutral one; 1.0 is 1, but true is not."""
+    return any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in (None, [], "", *neutral)
+    )
 
 
 def _allowed(neutral: Sequence[Any]) -> str:

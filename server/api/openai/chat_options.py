@@ -15,15 +15,15 @@ from server.text.chat_template import ChatTemplate
 from server.text.dialect import Effort
 
 UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
-    "functions": ([],),
+    "functions": (),
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
     "web_search_options": (),
     "echo": (False,),
-    "documents": ([],),
+    "documents": (),
     "chat_template": (),
-    "mm_processor_kwargs": (),
+    "mm_processor_kwargs": ({},),
     "add_special_tokens": (False,),
     "suffix": (),
     "prompt": (),
@@ -46,7 +46,7 @@ class ChatOptions(GenerationOptions, ToolOptions):
     def check(self) -> None:
         """Raise ApiError for options that contradict each other."""
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs", "invalid_value")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
@@ -88,19 +88,21 @@ class ChatOptions(GenerationOptions, ToolOptions):
 
 _ASKING_NOTHING: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "stop": ([],),
-    "stop_token_ids": ([],),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
+    "seed": (-1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "repeat_last_n": (-1,),
     "logit_bias": ({},),
-    "min_p": (0, 0.0),
+    "min_p": (0,),
     "top_k": (0, -1),
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "logprobs": (False,),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True,),
     "timings": (False,),
     "speculation": (True, False),
     "response_format": ({"type": "text"},),

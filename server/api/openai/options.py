@@ -22,25 +22,24 @@ MAX_TOKEN_COUNT = 2**31 - 1
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "early_stopping": (False,),
     "allowed_token_ids": (),
-    "bad_words": ([],),
+    "bad_words": (),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "guided_whitespace_pattern": (),
     "logits_processors": (),
-    "typical_p": (1, 1.0),
-    "top_a": (0, 0.0),
-    "mirostat": (0,),
-    "tfs_z": (1, 1.0),
-    "dynatemp_range": (0, 0.0),
-    "repeat_last_n": (-1,),
-    "dry_multiplier": (0, 0.0),
-    "xtc_probability": (0, 0.0),
-    "top_n_sigma": (-1, -1.0),
+    "typical_p": (1,),
+    "top_a": (0,),
+    "mirostat": (0, False),
+    "tfs_z": (1,),
+    "dynatemp_range": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "top_n_sigma": (-1, 0),
     "do_sample": (True,),
     "stop_regex": (),
     "custom_logit_processor": (),
@@ -51,40 +50,40 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "structural_tag": (),
     # llama.cpp's, SGLang's and LoRAX's ways to ask for an adapter.
-    "lora": ([],),
+    "lora": (),
     "lora_path": (),
     "adapter_id": (),
     "template": (),
-    "kv_transfer_params": (),
+    "kv_transfer_params": ({},),
     # llama.cpp's.
-    "samplers": ([],),
-    "min_keep": (0,),
+    "samplers": (),
+    "min_keep": (0, 1),
     "n_probs": (0,),
     "post_sampling_probs": (False,),
     "n_indent": (0,),
     "t_max_predict_ms": (-1, 0),
-    "response_fields": ([],),
-    "reasoning_format": ("auto", "deepseek"),
+    "response_fields": (),
+    "reasoning_format": ("auto", "deepseek", "parsed"),
     "parse_tool_calls": (True,),
     "thinking_forced_open": (False,),
     # Those of text-generation-webui and TabbyAPI.
     "no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1, 1.0),
-    "penalty_alpha": (0, 0.0),
+    "encoder_repetition_penalty": (1,),
+    "penalty_alpha": (0,),
     "num_beams": (1,),
-    "epsilon_cutoff": (0, 0.0),
-    "eta_cutoff": (0, 0.0),
-    "guidance_scale": (1, 1.0),
-    "cfg_scale": (1, 1.0),
-    "negative_prompt": ("",),
-    "smoothing_factor": (0, 0.0),
-    "min_temp": (1, 1.0),
-    "max_temp": (1, 1.0),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "guidance_scale": (1,),
+    "cfg_scale": (1,),
+    "negative_prompt": (),
+    "smoothing_factor": (0,),
+    "min_temp": (1,),
+    "max_temp": (1,),
     "temperature_last": (False,),
-    "sampler_priority": ([],),
-    "banned_strings": ([], ""),
-    "banned_tokens": ([], ""),
-    "custom_token_bans": ("",),
+    "sampler_priority": (),
+    "banned_strings": (),
+    "banned_tokens": (),
+    "custom_token_bans": (),
     "ban_eos_token": (False,),
     "add_bos_token": (True,),
     "token_healing": (False,),
@@ -93,7 +92,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_mode": (),
     "nvext": ({},),
     "enable_search": (False,),
-    "session_params": (),
+    "session_params": ({},),
     # SGLang's router writes these into every request.
     "no_stop_trim": (False,),
     "separate_reasoning": (True,),
@@ -170,6 +169,8 @@ class GenerationOptions(StructuredOptions):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    """llama.cpp's and Ollama's window of penalties; here it is all tokens (-1)."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     timings: bool | None = None
     speculation: bool | None = None
@@ -184,6 +185,13 @@ class GenerationOptions(StructuredOptions):
         if self.stream_options is not None and not self.stream:
             raise bad_request(
                 "'stream_options' is only allowed when 'stream' is true.", "stream_options", "invalid_value"
+            )
+        penalties = (self.presence_penalty or 0, self.frequency_penalty or 0, self.repetition_penalty or 1)
+        if self.repeat_last_n not in (None, -1) and penalties != (0, 0, 1):
+            raise bad_request(
+                "'repeat_last_n' is not supported by this server with a penalty; leave it out or set it to -1.",
+                "repeat_last_n",
+                "unsupported_parameter",
             )
         if self.prompt_logprobs is not None and self.stream:
             raise bad_request(

@@ -1,4 +1,4 @@
-"""Options by the names that Ollama, llama.cpp, TGI, Mistral and OpenRouter give them, taken as those of this server."""
+"""Options by the names and with the values that Ollama, llama.cpp, TGI, Mistral and OpenRouter give them, taken as ours."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ def _token_limit(value: Any) -> Any:
     return None if type(value) is int and value in (-1, -2) else value
 
 
+def _seed(value: Any) -> Any:
+    """In llama.cpp and vLLM -1 is no seed."""
+    return None if type(value) is int and value == -1 else value
+
+
+def _biases(value: Any) -> Any:
+    """llama.cpp's list of biases; only the empty one is an object's."""
+    return None if value == [] else value
+
+
 def _effort_of_switch(value: Any) -> Any:
     """True and False as efforts; an effort stays one."""
     return {True: "medium", False: "none"}[value] if isinstance(value, bool) else value
@@ -35,9 +45,11 @@ def _effort_of_thinking(value: Any) -> Any:
 
 
 def _effort_of_reasoning(value: Any) -> Any:
-    """OpenRouter's {"effort": ...} or {"enabled": ...}."""
+    """OpenRouter's {"effort": ...} or {"enabled": ...}, whose "exclude" is false unless given."""
+    if isinstance(value, dict):
+        value = {key: given for key, given in value.items() if given is not None and (key, given) != ("exclude", False)}
     match value:
-        case {"effort": effort, **rest} if not rest:
+        case {"effort": effort, **rest} if rest in ({}, {"enabled": True}):
             return effort
         case {"enabled": bool(enabled), **rest} if not rest:
             return "medium" if enabled else "none"
@@ -52,21 +64,25 @@ def _form(value: Any) -> Any:
 
 
 OTHER_NAMES: dict[str, tuple[str, Value]] = {
+    "max_tokens": ("max_tokens", _token_limit),
+    "seed": ("seed", _seed),
+    "logit_bias": ("logit_bias", _biases),
     "repeat_penalty": ("repetition_penalty", _same),
     "num_predict": ("max_tokens", _token_limit),
     "n_predict": ("max_tokens", _token_limit),
-    "max_new_tokens": ("max_tokens", _same),
+    "max_new_tokens": ("max_tokens", _token_limit),
     "json_schema": ("guided_json", _same),
     "grammar": ("guided_grammar", _same),
     "regex": ("guided_regex", _same),
     "ebnf": ("guided_grammar", _same),
     "min_new_tokens": ("min_tokens", _same),
     "format": ("guided_json", _form),
-    "random_seed": ("seed", _same),
+    "random_seed": ("seed", _seed),
 }
-"""Options of chats and texts: the other name, ours, and what its value means."""
+"""Options of chats and texts: the other name (or ours, if others write values of another kind), ours, and the meaning."""
 
 OTHER_NAMES_CHAT: dict[str, tuple[str, Value]] = OTHER_NAMES | {
+    "max_completion_tokens": ("max_completion_tokens", _token_limit),
     "think": ("reasoning_effort", _effort_of_switch),
     "enable_thinking": ("reasoning_effort", _effort_of_switch),
     "thinking": ("reasoning_effort", _effort_of_thinking),
@@ -75,7 +91,7 @@ OTHER_NAMES_CHAT: dict[str, tuple[str, Value]] = OTHER_NAMES | {
 
 
 def take_other_names(document: dict[str, Any], names: dict[str, tuple[str, Value]]) -> dict[str, str]:
-    """Give the options of a document this server's names; returns {this server's name: the client's}.
+    """Give the options of a document this server's names; returns {this server's name: the client's}, also for no limit.
 
     Raises ApiError (400) where both names are given and say different things.
     """
@@ -84,12 +100,13 @@ def take_other_names(document: dict[str, Any], names: dict[str, tuple[str, Value
         if other not in document:
             continue
         written = document.pop(other)
-        if written is None:
+        if written is None or (written == "" and other != own):
             continue
         try:
             value = meaning(written)
         except ValueError as e:
             raise bad_request(f"Invalid value for '{other}': {e}.", other, "invalid_value") from e
+        used.setdefault(own, other)
         if value is None:
             continue
         if document.get(own) is not None and document[own] != value:

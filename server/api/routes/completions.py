@@ -38,12 +38,12 @@ DEFAULT_TOKENS = 16
 """OpenAI's default for max_tokens of /v1/completions."""
 
 UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
-    "suffix": ("",),
+    "suffix": (),
     "prompt_embeds": (),
     "messages": (),
     "max_completion_tokens": (),
-    "top_logprobs": (),
-    "tools": ([],),
+    "top_logprobs": (0,),
+    "tools": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
 }
@@ -122,7 +122,7 @@ async def _start(
             prompt_param="prompt",
             # Where only the prompt is wanted, one token is generated and not shown.
             requested_tokens=1 if options.max_tokens == 0 else options.max_tokens,
-            default_tokens=DEFAULT_TOKENS,
+            default_tokens=None if "max_tokens" in names else DEFAULT_TOKENS,  # -1: no limit
             logprobs=options.logprobs,
             prompt_logprobs=options.scored_alternatives,
             grammar=grammar,

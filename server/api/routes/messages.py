@@ -29,8 +29,8 @@ router = APIRouter()
 
 UNSUPPORTED_MESSAGE: dict[str, tuple[Any, ...]] = {
     "container": (),
-    "mcp_servers": ([],),
-    "inference_geo": (),
+    "mcp_servers": (),
+    "inference_geo": ("global",),
 }
 _NAMES = {
     "stop": "stop_sequences",

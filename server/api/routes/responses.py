@@ -32,8 +32,7 @@ UNSUPPORTED_RESPONSE: dict[str, tuple[Any, ...]] = UNSUPPORTED_ELSEWHERE | {
     "conversation": (),
     "background": (False,),
     "prompt": (),
-    "include": ([],),
-    "top_logprobs": (0,),
+    "include": (),
     "stream_options": ({},),
     "context_management": (),
 }

@@ -94,7 +94,7 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type", "custom") != "custom":
+    if tool.get("type") not in (None, "custom"):
         raise not_supported(f"{where}.type", f"A tool of type {shown(repr(tool['type']))}")
     names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
     ignore_others(tool, ("type", *names), where)

@@ -165,7 +165,7 @@ TEXT_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 2}, "best_of", "unsupported_parameter"),
     ({"logprobs": 21}, "logprobs", "value_out_of_range"),
     ({"logprobs": True}, "logprobs", "invalid_type"),
-    ({"messages": []}, "messages", "unsupported_parameter"),
+    ({"messages": user("a")}, "messages", "unsupported_parameter"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,14 @@ def test_names_of_other_servers(long_context: httpx.Client) -> None:
         ({"num_predict": 4, "max_tokens": 5}, "num_predict"),
         ({"num_predict": 0}, "num_predict"),
         ({"repeat_penalty": "high"}, "repeat_penalty"),
-        ({"repeat_last_n": 64}, "repeat_last_n"),
+        ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n"),
+        ({"repeat_last_n": 0, "presence_penalty": 1}, "repeat_last_n"),
+        ({"top_n_sigma": 1}, "top_n_sigma"),
+        ({"min_keep": 2}, "min_keep"),
+        ({"custom_token_bans": "5"}, "custom_token_bans"),
+        ({"parse_tool_calls": 1}, "parse_tool_calls"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"reasoning": {"effort": "low", "exclude": True}}, "reasoning"),
         ({"mirostat": 2}, "mirostat"),
         ({"dry_multiplier": 0.8}, "dry_multiplier"),
         ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size"),
@@ -185,6 +193,47 @@ def test_names_of_other_servers(long_context: httpx.Client) -> None:
     ):
         answer = ask(**wrong)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+# Defaults that SillyTavern, llama.cpp's page, OpenRouter's and others' clients send.
+ASK_NOTHING: list[tuple[Endpoint, dict[str, Any]]] = [
+    ("chat", {"top_n_sigma": 0, "min_keep": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0.0, "mirostat": False}),
+    ("chat", {"custom_token_bans": [], "banned_strings": "", "allowed_token_ids": [], "logits_processors": []}),
+    ("chat", {"repeat_last_n": 64, "repeat_penalty": 1.0, "presence_penalty": 0, "max_tokens": 1}),
+    ("chat", {"grammar": "", "format": "", "logit_bias": [], "seed": -1, "top_logprobs": 0, "stream": False}),
+    ("chat", {"reasoning_format": "parsed", "suffix": "", "chat_template": "", "mm_processor_kwargs": {}}),
+    ("completions", {"repeat_last_n": 0, "top_logprobs": 0, "chat_template": "", "seed": -1, "grammar": ""}),
+    ("responses", {"parallel_tool_calls": True, "context_management": [], "seed": -1, "top_logprobs": 0.0}),
+    ("messages", {"parallel_tool_calls": True, "inference_geo": "global", "top_logprobs": 0}),
+    ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}),
+    ("messages", {"tools": [{"type": None, "name": "f", "input_schema": {}}]}),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "options"), ASK_NOTHING, ids=[json.dumps(case)[:60] for case in ASK_NOTHING])
+def test_other_servers_defaults_ask_for_nothing(
+    long_context: httpx.Client, endpoint: Endpoint, options: dict[str, Any]
+) -> None:
+    assert named(long_context.post(PATHS[endpoint], json=body(endpoint) | options)) == []
+
+
+def test_no_limit_and_no_seed(long_context: httpx.Client) -> None:
+    def ask(endpoint: Endpoint, **options: Any) -> dict[str, Any]:
+        asked = body(endpoint) | {"stream": False, "max_tokens": None, "temperature": 1} | options
+        return dict(long_context.post(PATHS[endpoint], json=asked).json())
+
+    for endpoint, option in (
+        ("chat", "max_tokens"),
+        ("chat", "max_completion_tokens"),
+        ("completions", "max_tokens"),
+        ("completions", "n_predict"),
+    ):
+        choice = ask(endpoint, **{option: -1}, guided_regex="(a b c ){20}")["choices"][0]  # beyond 16 tokens
+        assert choice["finish_reason"] == "stop", (endpoint, option)
+    texts = {ask("completions", seed=-1, max_tokens=8)["choices"][0]["text"] for _ in range(4)}
+    assert len(texts) > 1
+    effort = {"effort": "low", "exclude": False, "enabled": True, "max_tokens": None}
+    assert ask("chat", reasoning=effort, max_tokens=1)["choices"]
 
 
 def test_response_formats_of_other_servers(long_context: httpx.Client) -> None:
