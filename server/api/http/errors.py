@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -133,8 +134,12 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def own_name(param: str, names: Mapping[str, str]) -> str:
-    """The request's own name for an option of the chat or text that it was translated into."""
-    return next((own + param[len(chat) :] for chat, own in names.items() if param.startswith(chat)), param)
+    """The request's own name for an option of the chat or text that it was translated into; [] stands for any index."""
+    for chat, own in names.items():
+        found = re.match(re.escape(chat).replace(r"\[\]", r"(\[\d+\])"), param)
+        if found:
+            return own.replace("[]", "".join(found.groups())) + param[found.end() :]
+    return param
 
 
 async def answer_api_error(request: Request, error: Exception) -> Response:

@@ -35,6 +35,8 @@ UNSUPPORTED_MESSAGE: dict[str, tuple[Any, ...]] = {
 _NAMES = {
     "stop": "stop_sequences",
     "reasoning_effort": "thinking",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function": "tools[]",
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",
 }

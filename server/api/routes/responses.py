@@ -44,6 +44,7 @@ _NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "tools[].function": "tools[]",
 }
 
 

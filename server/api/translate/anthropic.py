@@ -10,6 +10,12 @@ from server.api.http.hints import ignore_thinking
 from server.api.http.ignored import ignore, ignore_others
 from server.api.openai.image_parts import TranslatedImage
 
+_NEEDED = {
+    "text": "a string 'text'",
+    "thinking": "a string 'thinking'",
+    "tool_use": "strings 'id' and 'name' and an object 'input'",
+    "tool_result": "a string 'tool_use_id'",
+}
 _BILLING = "x-anthropic-billing-header:"
 
 
@@ -152,6 +158,14 @@ def _read_block(block: Any, role: str, param: str, made: dict[str, Any], results
         case "user", {"type": "tool_result", "tool_use_id": str(call_id)}:
             content = _result(block.get("content") or "", f"{param}.content", bool(block.get("is_error")))
             results.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        case (
+            (_, {"type": "text" as kind})
+            | ("assistant", {"type": "tool_use" | "thinking" as kind})
+            | ("user", {"type": "tool_result" as kind})
+        ):
+            raise bad_request(
+                f"Invalid '{param}': a block of type '{kind}' needs {_NEEDED[kind]}.", param, "invalid_value"
+            )
         case _, {"type": str(kind)}:
             raise not_supported(param, f"A block of type {shown(repr(kind))} here")
         case _:

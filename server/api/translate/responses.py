@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from server.api.http.errors import bad_request, shown
@@ -14,6 +15,7 @@ INPUT_SCHEMA = {
     "description": "A text, or items: messages, function_call, function_call_output, reasoning",
     "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}],
 }
+_ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -87,19 +89,22 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             raise wrong_type(where, "an object", item)
         match item.get("type", "message"):
             case "message":
-                message = {"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")}
+                message = {"role": _role(item, where), "content": _content(item.get("content"), f"{where}.content")}
                 if thoughts and message["role"] == "assistant":
                     message["reasoning_content"], thoughts = thoughts, ""
                 messages.append(message)
             case "function_call":
+                arguments = item.get("arguments")
+                _check_strings(item, ("call_id", "name", *(() if arguments is None else ("arguments",))), where)
                 if not (messages and messages[-1]["role"] == "assistant"):
                     messages.append({"role": "assistant", "content": ""})
                     if thoughts:
                         messages[-1]["reasoning_content"], thoughts = thoughts, ""
-                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                function = {"name": item.get("name"), "arguments": arguments}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
+                _check_strings(item, ("call_id",), where)
                 content = _content(item.get("output"), f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             case "reasoning":
@@ -112,6 +117,24 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                     "unsupported_parameter",
                 )
     return messages
+
+
+def _role(item: dict[str, Any], where: str) -> Any:
+    role = item.get("role")
+    if role in _ROLES:
+        return role
+    supported = ", ".join(f"'{name}'" for name in _ROLES)
+    raise bad_request(
+        f"Invalid value for '{where}.role': {shown(repr(role))}. Supported values are: {supported}.",
+        f"{where}.role",
+        "invalid_value",
+    )
+
+
+def _check_strings(item: dict[str, Any], names: Iterable[str], where: str) -> None:
+    for name in names:
+        if not isinstance(item.get(name), str):
+            raise wrong_type(f"{where}.{name}", "a string", item.get(name))
 
 
 def _content(value: Any, where: str) -> str | list[dict[str, Any]]:

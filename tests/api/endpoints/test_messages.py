@@ -116,6 +116,10 @@ def test_count_tokens(http: httpx.Client) -> None:
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"messages": user([{"type": "tool_use", "id": "a", "name": "b", "input": {}}])}, "messages[0].content[0]"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL, {"name": "a", "input_schema": 5}]}, "'tools[1].input_schema'"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "'tools[0].name'"),
+        ({"messages": user([{"type": "text"}])}, "needs a string 'text'"),
+        ({"messages": user([{"type": "tool_result"}])}, "needs a string 'tool_use_id'"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
         (
