@@ -11,6 +11,7 @@ import http
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.api.http.counts import CONNECTIONS, Counts
@@ -47,6 +48,7 @@ class Connection(HttpToolsProtocol):
         self._raw_bytes = 0
         self._parsed = False
         self._request_ended = False
+        self._head_again = b""
 
     # The connection's life
 
@@ -97,7 +99,7 @@ class Connection(HttpToolsProtocol):
         elif self._reading_body:
             self._last_progress = self.loop.time()
         self._parsed = self._request_ended = False
-        super().data_received(data)
+        self._feed(data)
         # What the parser holds back, such as a header's value without its end, shows in no callback. A head is counted as
         # it came; elsewhere (a chunk's extension, a trailer) what came since the last callback.
         if self._reading_head and not self._request_ended:
@@ -105,6 +107,22 @@ class Connection(HttpToolsProtocol):
         else:
             self._raw_bytes = 0 if self._parsed else self._raw_bytes + len(data)
         self._check_head()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse. An Upgrade is ignored, as RFC 9110 permits; uvicorn ignores it, too, but loses the body.
+
+        Java's HttpClient asks for HTTP/2 with each request.
+        """
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as e:
+            head, self._head_again = self._head_again, b""
+            if head:
+                self._begin_head()
+                self._feed(head + data[e.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
 
     def on_message_begin(self) -> None:
         """A request's first byte; with pipelining the one before may have ended within the same data."""
@@ -134,10 +152,16 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request is passed on, unless its head is too large."""
+        """The request is passed on, unless its head is too large, or is to be parsed again without an Upgrade."""
         self._reading_head, self._reading_body = False, True
         self._check_head()
         if self._refused:
+            return
+        method = self.parser.get_method()
+        if self.parser.should_upgrade() and method != b"CONNECT":
+            lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
+            lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+            self._head_again = b"\r\n".join([*lines, b"", b""])
             return
         self._last_progress = self.loop.time()
         if self.limits.body_timeout_s is not None:
@@ -154,6 +178,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request's end."""
+        if self._head_again:
+            return
         self._parsed = self._request_ended = True
         self._reading_body = False
         self._stop_timer()

@@ -157,6 +157,30 @@ def test_a_head_at_the_limit(strict: RunningServer) -> None:
         assert client.rest().startswith(b"HTTP/1.1 200 OK")
 
 
+@pytest.mark.parametrize("asked", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("piece", [7, 10_000])
+def test_an_upgrade_is_ignored(strict: RunningServer, asked: bytes, chunked: bool, piece: int) -> None:
+    """Java's HttpClient, and so Spring AI and LangChain4j, asks for HTTP/2; the body got lost."""
+    body = json.dumps(chat_body()).encode()
+    sent = HEAD + b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\nUpgrade: " + asked + b"\r\n"
+    sent += b"X-A: b\r\n" * 12  # counted once
+    sent += (
+        b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body)
+        if chunked
+        else b"Content-Length: %d\r\n\r\n" % len(body)
+    )
+    sent += body + (b"\r\n0\r\n\r\n" if chunked else b"")
+    sent += b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n"
+    with Client(strict) as client:
+        for i in range(0, len(sent), piece):
+            client.send(sent[i : i + piece])
+            time.sleep(0.01)
+        received = client.rest()
+        assert received.count(b"HTTP/1.1 200 OK") == 2, received
+        assert b'"choices"' in received
+
+
 def test_no_http(strict: RunningServer) -> None:
     with Client(strict) as client:
         client.send(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
