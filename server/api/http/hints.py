@@ -92,7 +92,7 @@ HINTS: tuple[Hint, ...] = (
     Hint("reasoning.summary", ("responses",), "thoughts are returned as they are", "auto"),
     Hint("reasoning.generate_summary", ("responses",), "thoughts are returned as they are", "auto"),
     Hint("thinking.display", ("messages",), "thoughts are returned as they are", "summarized"),
-    Hint("thinking.budget_tokens", ("messages",), "it is part of max_tokens and not kept for itself", 1024),
+    Hint("thinking.budget_tokens", ("messages", "chat"), "it is part of max_tokens and not kept for itself", 1024),
     Hint("include", ("responses",), "there is nothing of the kind", ["reasoning.encrypted_content"], ([],),
          takes=_includes_no_logprobs),
     Hint("max_tool_calls", ("responses",), "it bounds tools that the server runs; it runs none", 3),

@@ -37,7 +37,7 @@ def _effort_of_switch(value: Any) -> Any:
 def _effort_of_thinking(value: Any) -> Any:
     """{"type": "enabled"} and its like, as GLM and others have it."""
     match value:
-        case {"type": "enabled" | "adaptive" | "auto", **rest} if rest.keys() <= {"budget_tokens"}:
+        case {"type": "enabled" | "adaptive" | "auto", **rest} if not rest:
             return "medium"
         case {"type": "disabled", **rest} if not rest:
             return "none"
