@@ -100,6 +100,15 @@ def test_a_model_may_have_several_names(tmp_path: Path, monkeypatch: pytest.Monk
     assert load_config(None, {"model": "m"}).model_names == ("m",)
 
 
+def test_lists_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for written in ("https://a, https://b", '["https://a", "https://b"]'):
+        monkeypatch.setenv("NF4_HTTP__CORS_ORIGINS", written)
+        assert load_config(None).http.cors_origins == ("https://a", "https://b")
+    monkeypatch.setenv("NF4_HTTP__CORS_ORIGINS", '["https://a"')
+    with pytest.raises(ConfigError, match=r"NF4_HTTP__CORS_ORIGINS: http\.cors_origins"):
+        load_config(None)
+
+
 def test_a_folder_is_served_under_its_last_part_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "My-Model"
     assert Config(model=str(folder)).model_names == (str(folder),)

@@ -15,7 +15,7 @@ from server.config.engine import (
     LoraModule,
 )
 from server.config.http import HttpConfig, MetricsNames
-from server.config.section import ConfigError, Section
+from server.config.section import ConfigError, Section, parse_list
 
 __all__ = [
     "EMBEDDED_MODEL",
@@ -61,10 +61,7 @@ class Config(Section):
     @field_validator("served_model_name", mode="before")
     @classmethod
     def _split_names(cls, value: Any) -> Any:
-        """One string: names separated by commas."""
-        if isinstance(value, str):
-            value = [name.strip() for name in value.split(",") if name.strip()]
-        return value or None
+        return parse_list(value) or None
 
     @field_validator("cache_dir")
     @classmethod

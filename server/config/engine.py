@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from server.config.section import Section
+from server.config.section import Section, parse_list
 
 WRITTEN_LAYERS_VARIABLE = "NF4_WRITTEN_LAYERS"
 """0: decoder layers run by transformers' own code even if they could be written ones."""
@@ -125,14 +125,13 @@ class EngineConfig(Section):
         """One string, as environment variables have it: name=path, separated by commas."""
         if not isinstance(value, str):
             return value
-        pairs = [part.strip().partition("=") for part in value.split(",") if part.strip()]
+        pairs = [part.partition("=") for part in parse_list(value)]
         return tuple({"name": name, "path": path} for name, _, path in pairs)
 
     @field_validator("lora_extra", mode="before")
     @classmethod
     def _parse_lora_extra(cls, value: Any) -> Any:
-        """One string, as environment variables have it: kinds, separated by commas."""
-        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        return parse_list(value)
 
     @model_validator(mode="after")
     def _drafts_have_a_model(self) -> EngineConfig:

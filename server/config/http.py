@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from server.config.section import ConfigError, Section
+from server.config.section import ConfigError, Section, parse_list
 
 MetricsNames = Literal["nf4", "vllm", "both"]
 """Prefix of the metrics that vLLM has, too: nf4_, vllm: or one of each."""
@@ -78,8 +78,7 @@ class HttpConfig(Section):
     @field_validator("api_keys", "cors_origins", "image_hosts", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        """One string, as environment variables have it: separated by commas."""
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+        return parse_list(value)
 
     @model_validator(mode="after")
     def _agrees(self) -> HttpConfig:

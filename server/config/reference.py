@@ -16,8 +16,8 @@ HEAD = """\
 A field is taken from config.yaml, then from an environment variable, then from a flag; the last one wins. `--config FILE`
 names the file; else `config.yaml` in the current folder is read if it is there. In the file, a field of a section stands
 below the section's name; [config.yaml](../config.yaml) has all fields with their defaults. Numbers of bytes may be written
-as `2GiB`. Lists are separated by commas in a variable, and by spaces after a flag. This page is made from the code by
-`python -m server.config.reference`.
+as `2GiB`. Lists are separated by commas in a variable, or JSON, and by spaces after a flag. This page is made from the code
+by `python -m server.config.reference`.
 """
 TAIL = """\
 ## Variables that are no fields

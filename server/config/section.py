@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -28,6 +29,13 @@ class Section(BaseModel):
         fields = {name: repr(field.annotation) for name, field in cls.model_fields.items()}
         off = {name: "off" for name, value in data.items() if value is False and "'off'" in fields.get(name, "")}
         return {name: parse_bytes(value) if name.endswith("_bytes") else value for name, value in data.items()} | off
+
+
+def parse_list(value: Any) -> Any:
+    """The items of a list in one string, separated by commas or as JSON; another value as it is. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    return json.loads(value) if value.startswith('["') else [part.strip() for part in value.split(",") if part.strip()]
 
 
 def parse_bytes(value: Any) -> Any:
