@@ -114,15 +114,20 @@ class Connection(HttpToolsProtocol):
         Java's HttpClient asks for HTTP/2 with each request.
         """
         self._unset_keepalive_if_required()
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as e:
-            head, self._head_again = self._head_again, b""
-            if head:
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as e:
+                head, self._head_again = self._head_again, b""
+                if not head:
+                    return
+                data = head + data[e.args[0] :]
                 self._begin_head()
-                self._feed(head + data[e.args[0] :])
-        except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+            else:
+                return
 
     def on_message_begin(self) -> None:
         """A request's first byte; with pipelining the one before may have ended within the same data."""
