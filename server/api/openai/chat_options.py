@@ -112,7 +112,7 @@ _ASKING_NOTHING: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "stream_options": ({},),
 }
-_HINTS = {hint.path for hint in HINTS}
+_HINTS = {hint.path for hint in HINTS} - {"reasoning_effort"}  # which chats without thoughts ignore
 UNSUPPORTED_ELSEWHERE: dict[str, tuple[Any, ...]] = UNSUPPORTED_CHAT | {
     name: _ASKING_NOTHING.get(name, ()) for name in ChatOptions.model_fields if name not in _HINTS
 }

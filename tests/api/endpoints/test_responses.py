@@ -110,6 +110,7 @@ def test_structured(client: openai.OpenAI) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
         ({"stop": ["a"]}, "stop", "unsupported_parameter"),
         ({"n": 1, "seed": 5}, "seed", "unsupported_parameter"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
         ({"best_of": 2}, "best_of", "unsupported_parameter"),
         ({"input": 5}, "input", "invalid_type"),
         ({"input": []}, "input", "empty_array"),

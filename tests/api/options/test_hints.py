@@ -180,6 +180,8 @@ def test_names_of_other_servers(long_context: httpx.Client) -> None:
         ({"web_search_options": {}}, "web_search_options"),
         ({"reasoning": {"effort": "low", "exclude": True}}, "reasoning"),
         ({"mirostat": 2}, "mirostat"),
+        ({"mirostat_mode": 2}, "mirostat_mode"),
+        ({"tfs": 0.9}, "tfs"),
         ({"dry_multiplier": 0.8}, "dry_multiplier"),
         ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size"),
         ({"samplers": ["top_k"]}, "samplers"),
@@ -198,6 +200,7 @@ def test_names_of_other_servers(long_context: httpx.Client) -> None:
 # Defaults that SillyTavern, llama.cpp's page, OpenRouter's and others' clients send.
 ASK_NOTHING: list[tuple[Endpoint, dict[str, Any]]] = [
     ("chat", {"top_n_sigma": 0, "min_keep": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0.0, "mirostat": False}),
+    ("chat", {"typical": 1.0, "tfs": 1.0, "nsigma": 0, "mirostat_mode": 0}),
     ("chat", {"custom_token_bans": [], "banned_strings": "", "allowed_token_ids": [], "logits_processors": []}),
     ("chat", {"repeat_last_n": 64, "repeat_penalty": 1.0, "presence_penalty": 0, "max_tokens": 1}),
     ("chat", {"grammar": "", "format": "", "logit_bias": [], "seed": -1, "top_logprobs": 0, "stream": False}),
