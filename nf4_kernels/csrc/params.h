@@ -80,7 +80,6 @@ typedef struct {
 typedef struct {
   int32_t warps;       /* consumer warps */
   int32_t blocks;      /* 64-wide k blocks of a consumer warp */
-  int32_t tiles;       /* token tiles of 8 tokens */
   int32_t stages;      /* of the shared-memory ring */
   int32_t cluster;     /* thread blocks that share rows (split-K), each with parts of k of its own: 1 to 4 */
   int32_t passes;      /* parts of k that a thread block does one after another */

@@ -60,8 +60,8 @@ def can_write_gated(dtype: torch.dtype, n: int, tile: int = 0) -> bool:
 
 
 def has_gate(choice: Plan, normalised: bool) -> TypeGuard[Rows | Wgmma | Mma]:
-    """Whether a launch computes the gated activation: linear_rows only of up to 8 tokens, behind a norm."""
-    return isinstance(choice, Wgmma | Mma) or (isinstance(choice, Rows) and choice.tiles == 1 and normalised)
+    """Whether a launch computes the gated activation: linear_rows only behind a norm."""
+    return isinstance(choice, Wgmma | Mma) or (isinstance(choice, Rows) and normalised)
 
 
 def gemm(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion) -> None:

@@ -18,7 +18,6 @@ from nf4_kernels.plan.mma_wide import WIDE_COSTS, WIDE_TOKENS, wide_candidates, 
 from nf4_kernels.plan.posed import posed_dequantize_cost
 from nf4_kernels.plan.rows import (
     INSTANCES,
-    MAX_HOPPER_ROWS_TOKENS,
     MAX_ROWS_TOKENS,
     Rows,
     rows_candidates,
@@ -78,9 +77,8 @@ def candidates(
     """
     hopper = arch == 90
     if k % 64 == 0 and blocksize >= 64 and arch >= 80 and m >= 1:
-        if m <= (MAX_HOPPER_ROWS_TOKENS if hopper else MAX_ROWS_TOKENS):
-            tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-            for rows in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
+        if m <= MAX_ROWS_TOKENS:
+            for rows in rows_candidates(n, k, arch, multiprocessors, nested):
                 if not (normalised and rows.passes > 1):
                     yield rows, max(n * k * _WEIGHT_US, rows_cost(rows, m, n))
         if hopper and m in WGMMA_TOKENS:

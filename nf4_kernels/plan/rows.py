@@ -1,4 +1,4 @@
-"""linear_rows: which launches a device can do for a weight, and what they cost. For few tokens, on Hopper and sm_100."""
+"""linear_rows: which launches a device can do for a weight, and what they cost. For up to 8 tokens, on Hopper and sm_100."""
 
 from __future__ import annotations
 
@@ -8,35 +8,19 @@ from dataclasses import dataclass
 # Rows of a row group, and of its halves; a thread block's share of a weight may end at a half.
 GROUP_ROWS = 16
 HALF_ROWS = 8
-MAX_ROWS_TOKENS = 32
-"""Tokens of one launch."""
-MAX_HOPPER_ROWS_TOKENS = 8
-"""The same on Hopper, where linear_wgmma is the faster one of more tokens: in a layer, though not always alone."""
+MAX_ROWS_TOKENS = 8
+"""Tokens of one launch. More are faster by linear_wgmma on Hopper: in a layer, though not always alone."""
 # Blocks that share row groups -> how many such clusters a multiprocessor has room for (four do not fit everywhere).
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
-# (warps, k blocks of a warp, token tiles): the instances of csrc/cuda/rows/linear_rows.cu.
-INSTANCES = (
-    (8, 9, 1),
-    (8, 10, 1),
-    (12, 7, 1),
-    *((16, blocks, 1) for blocks in (1, 2, 3, 4, 6, 7, 8)),
-    *((16, blocks, 2) for blocks in range(1, 5)),
-    (14, 6, 2),
-    (16, 1, 4),
-    (16, 2, 4),
-)
+# (warps, k blocks of a warp): the instances of csrc/cuda/rows/linear_rows.cu.
+INSTANCES = ((8, 9), (8, 10), (12, 7), *((16, blocks) for blocks in (1, 2, 3, 4, 6, 7, 8)))
 _SHARED_BYTES = 227 << 10
 """Shared memory of a thread block that the instances take; elsewhere linear_mma is faster."""
 _EVEN_SHARE = 0.95
 """The least share of a device's multiprocessors that a launch has to keep busy where its runs can be equally long."""
 
-# Microseconds on an H200, fitted to launches of one to 32 tokens.
+# Microseconds on an H200, fitted to launches of one to 8 tokens.
 _LAUNCH_US = 4.0
-_TWO_TILES_LAUNCH_US = 1.0
-"""Added where there are two token tiles."""
-_TWO_TILES_LONG_LAUNCH_US = 2.5
-"""Added where there are two, in several passes of warps with _LONG_BLOCKS k blocks or more."""
-_LONG_BLOCKS = 4
 # Of these two 0.5 us, 3 us and all are what launches take more in a layer, behind other kernels, than behind their like:
 # fitted to layers of eight models with 1 to 8 tokens (bench/results/layer-launches-nvidia-h200.json).
 _CLUSTER_US = {1: 0.0, 2: 0.78, 4: 3.4}
@@ -46,15 +30,9 @@ _FEW_WARPS_US = 0.5
 _GROUP_US = 0.215
 """A row group in one pass."""
 _GROUP_BLOCK_US = 0.237
-"""Added for each k block of its 16 warps, times the factor of the token tiles."""
-_TILES_FACTOR = {1: 1.0, 2: 1.6, 4: 3.1}
-_TWO_TILES_LONG_FACTOR = 1.4
-"""The factor in place of two tiles' where warps have _LONG_BLOCKS k blocks or more."""
+"""Added for each k block of its 16 warps."""
 _FEW_STAGES_FACTOR = 1.15
 """The factor with two stages, where the copies are the bound."""
-_FOUR_TILES_ONE_BLOCK_FACTOR = 1.25
-_FOUR_TILES_FACTOR = 1.7
-"""The factor with four token tiles, where registers run short."""
 _PASS_ACTIVATIONS_US = 1.05
 _MORE_PASS_ACTIVATIONS_US = 0.39
 """Loading activations takes so long for each 64 k blocks, in the first pass and in each later one, times what follows."""
@@ -69,7 +47,6 @@ class Rows:
 
     warps: int
     blocks: int
-    tiles: int
     stages: int
     cluster: int
     passes: int
@@ -81,7 +58,7 @@ class Rows:
         parts = self.cluster * self.passes
         split = "1 part" if parts == 1 else f"{self.cluster} x {self.passes} parts"
         return (
-            f"rows: {self.warps} warps x {self.blocks} blocks, {self.tiles * 8} tokens, {self.stages} stages, "
+            f"rows: {self.warps} warps x {self.blocks} blocks, {MAX_ROWS_TOKENS} tokens, {self.stages} stages, "
             f"k in {split} of {self.part_blocks} blocks, grid {self.grid}"
         )
 
@@ -93,25 +70,23 @@ def shared_bytes(arch: int) -> int:
     return _SHARED_BYTES if 90 <= arch < 120 else 99 << 10
 
 
-def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, slots: int = 0) -> int:
+def rows_stages(warps: int, blocks: int, nested: bool, slots: int = 0) -> int:
     """Number of ring stages that fit with `slots` row groups' sums: RowsLayout of csrc/cuda/rows/layout.cuh."""
     stage_blocks = warps * blocks
     scale_pitch = ((stage_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
     stage = GROUP_ROWS * (stage_blocks * 32 + 32 * (stage_blocks % 2 == 0) + scale_pitch)
-    codes_squares = 1024 + warps * tiles * 32 if nested else max(1024, warps * tiles * 32)
-    fixed = 65536 + codes_squares + 2 * warps * tiles * 512 + 256 + slots * tiles * 512
+    codes_squares = 1024 + warps * 32 * nested
+    fixed = 65536 + codes_squares + 2 * warps * 512 + 256 + slots * 512
     decoded = 65536 // ((stage_blocks + 1) // 2 * 256)
-    limit = 4 if (blocks, tiles) == (4, 1) else 7  # their codes come in two pieces, each with its barriers
+    limit = 4 if blocks == 4 else 7  # their codes come in two pieces, each with its barriers
     return max(0, min(limit, decoded, (_SHARED_BYTES - fixed) // stage))
 
 
-def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int, nested: bool) -> list[Rows]:
-    """Every linear_rows launch that a device can do for a weight [n, k] and tiles of 8 rows of x."""
+def rows_candidates(n: int, k: int, arch: int, multiprocessors: int, nested: bool) -> list[Rows]:
+    """Every linear_rows launch that a device can do for a weight [n, k]."""
     k_blocks, groups = k // 64, -(-n // GROUP_ROWS)
     found: list[Rows] = []
-    for warps, blocks, instance_tiles in INSTANCES if shared_bytes(arch) == _SHARED_BYTES else ():
-        if instance_tiles != tiles:
-            continue
+    for warps, blocks in INSTANCES if shared_bytes(arch) == _SHARED_BYTES else ():
         for cluster, share in CLUSTERS.items():
             runs = _even(min(int(multiprocessors * share), groups), -(-n // HALF_ROWS))
             fewest = -(-k_blocks // (cluster * warps * blocks))
@@ -124,12 +99,12 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
                 # part is empty.
                 if not warps * (blocks - 1) < part_blocks <= warps * blocks or (parts - 1) * part_blocks >= k_blocks:
                     continue
-                chunk = min(-(-groups // runs), 16 // tiles) if passes > 1 else -(-groups // runs)
+                chunk = min(-(-groups // runs), 16) if passes > 1 else -(-groups // runs)
                 slots = 2 * (cluster - 1) + (chunk if passes > 1 else 0)
-                stages = rows_stages(warps, blocks, tiles, nested, slots)
+                stages = rows_stages(warps, blocks, nested, slots)
                 if stages >= 2:
                     grid = runs * cluster
-                    found.append(Rows(warps, blocks, tiles, stages, cluster, passes, part_blocks, chunk, grid))
+                    found.append(Rows(warps, blocks, stages, cluster, passes, part_blocks, chunk, grid))
     return found
 
 
@@ -150,16 +125,9 @@ def rows_cost(rows: Rows, m: int, n: int) -> float:
     if rows.stages > 2:
         # Warps without a k block in the last round save about half a block's time; with two stages the copies are the bound.
         blocks = (rows.blocks + rows.part_blocks / rows.warps) / 2
-    long = rows.blocks >= _LONG_BLOCKS
-    factor = _TWO_TILES_LONG_FACTOR if long and rows.tiles == 2 else _TILES_FACTOR[rows.tiles]
-    group = _GROUP_US + _GROUP_BLOCK_US * blocks * rows.warps / 16 * factor
+    group = _GROUP_US + _GROUP_BLOCK_US * blocks * rows.warps / 16
     group *= _FEW_STAGES_FACTOR if rows.stages < 3 else 1.0
-    if rows.tiles == 4:
-        group *= _FOUR_TILES_ONE_BLOCK_FACTOR if rows.blocks == 1 else _FOUR_TILES_FACTOR
-    launch = _LAUNCH_US
-    if rows.tiles == 2:
-        launch += _TWO_TILES_LONG_LAUNCH_US if long and rows.passes > 1 else _TWO_TILES_LAUNCH_US
     passes = _PASS_ACTIVATIONS_US + _MORE_PASS_ACTIVATIONS_US * (rows.passes - 1)
     activations = rows.part_blocks / 64 * passes * (_ACTIVATIONS_FACTOR + _TOKEN_ACTIVATIONS_FACTOR * m)
-    launch += _CLUSTER_US[rows.cluster] + _FEW_WARPS_US * (rows.warps < 16)
+    launch = _LAUNCH_US + _CLUSTER_US[rows.cluster] + _FEW_WARPS_US * (rows.warps < 16)
     return launch + groups * group + activations

@@ -161,7 +161,7 @@ def test_linear_rows_is_more_than_a_trap_where_plans_have_it(tmp_path: Path) -> 
     source.write_text(
         '#include "cuda/rows/linear_rows.cuh"\n'
         + "".join(
-            f"template __global__ void nf4::linear_rows<__nv_bfloat16, 16, 4, 1, true, false, {last}>"
+            f"template __global__ void nf4::linear_rows<__nv_bfloat16, 16, 4, true, false, {last}>"
             "(const __grid_constant__ nf4::RowsArgs);\n"
             for last in ("false, false", "true, false", "true, true")
         )

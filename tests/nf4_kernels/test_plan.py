@@ -14,6 +14,7 @@ from nf4_kernels.cuda import library
 from nf4_kernels.plan import (
     COUNTERS,
     INSTANCES,
+    MAX_ROWS_TOKENS,
     MMA_COSTS,
     WGMMA_INSTANCES,
     WGMMA_TOKENS,
@@ -47,14 +48,14 @@ def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested
         if not isinstance(choice, Rows):
             assert isinstance(choice, Wgmma if arch == 90 else Mma | Dequantize)
             continue
-        assert m <= choice.tiles * 8
-        assert (choice.warps, choice.blocks, choice.tiles) in INSTANCES
+        assert m <= MAX_ROWS_TOKENS
+        assert (choice.warps, choice.blocks) in INSTANCES
         assert choice.part_blocks <= choice.warps * choice.blocks
         parts = choice.cluster * choice.passes
         assert (parts - 1) * choice.part_blocks < k // 64 <= parts * choice.part_blocks
         assert 1 <= choice.grid <= min(132, -(-n // 16) * choice.cluster)
         assert choice.grid % choice.cluster == 0
-        assert choice.passes == 1 or choice.chunk * choice.tiles <= 16
+        assert choice.passes == 1 or choice.chunk <= 16
         assert 2 <= choice.stages <= 7
 
 
@@ -246,7 +247,7 @@ def test_runs_are_fewer_only_where_the_longest_is_no_longer(multiprocessors: int
     fewer = 0
     for n in (8, 520, 1024, 4096, 5120, 6144, 8192, 10240, 14336, 25600, 28672, 51200, 57344):
         halves, groups = -(-n // HALF_ROWS), -(-n // GROUP_ROWS)
-        for rows in rows_candidates(n, 4096, 1, 90, multiprocessors, True):
+        for rows in rows_candidates(n, 4096, 90, multiprocessors, True):
             runs, most = rows.grid // rows.cluster, min(int(multiprocessors * CLUSTERS[rows.cluster]), groups)
             assert -(-halves // runs) == -(-halves // most)
             assert 0.95 * most <= runs <= most
@@ -261,7 +262,7 @@ def test_the_instances_are_those_compiled() -> None:
         found = re.findall(r"NF4_INSTANCE\((\d[\d, ]*)", (SOURCES / file).read_text())
         return {tuple(map(int, one.split(", ")[:numbers])) for one in found}
 
-    assert compiled("rows/linear_rows.cu", 3) == set(INSTANCES)
+    assert compiled("rows/linear_rows.cu", 2) == set(INSTANCES)
     assert compiled("wgmma_sm90/instances.cuh", 2) == set(WGMMA_INSTANCES)
     tiles = {(warps, tokens // 8) for warps, tokens in MMA_COSTS}
     assert compiled("mma_sm80/instances.cuh", 2) == tiles
@@ -272,8 +273,8 @@ def test_the_instances_are_those_compiled() -> None:
 
 
 def test_every_instance_has_stages() -> None:
-    for (warps, blocks, tiles), nested in itertools.product(INSTANCES, (False, True)):
-        assert rows_stages(warps, blocks, tiles, nested) >= 2
+    for (warps, blocks), nested in itertools.product(INSTANCES, (False, True)):
+        assert rows_stages(warps, blocks, nested) >= 2
 
 
 def test_the_cuda_library_loads_where_it_was_built() -> None:

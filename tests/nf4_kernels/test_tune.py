@@ -86,7 +86,7 @@ def test_choices_on_a_device_follow_its_times(monkeypatch: pytest.MonkeyPatch) -
 def test_a_gated_gemm_is_chosen_among_launches_that_compute_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "_properties", lambda index: (100, 82))
     launches.use_times(GPU, {SHAPE: planted({Mma: 1.5}, 100)})
-    choices = [cuda.plan_on(GPU, 12, N, K, gated=gated) for gated in (False, True)]
+    choices = [cuda.plan_on(GPU, 8, N, K, gated=gated) for gated in (False, True)]
     assert [type(choice) for choice in choices] == [Rows, Mma]
     monkeypatch.setattr(launches, "_properties", lambda index: (90, 82))
     launches.use_times(GPU, {})

@@ -148,7 +148,7 @@ def test_every_launch_of_few_tokens(nested: bool, monkeypatch: pytest.MonkeyPatc
     for n, k in [(1024, 4096), (208, 448), (16, 5376), (4096, 5120), (512, 14336), (2080, 2880)]:
         w = random_weight(n, k, 64, nested, offsets=nested)
         for multiprocessors in (132, 9):
-            for choice in rows_candidates(n, k, 1, 90, multiprocessors, nested):
+            for choice in rows_candidates(n, k, 90, multiprocessors, nested):
                 if choice.passes > 1:
                     continue  # none of these normalises
                 monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
@@ -163,7 +163,7 @@ def test_which_are_one_launch() -> None:
         (16384, 16376), (4096, NORM_K + 64), (1, 8, 32, 300, 4096), (BFLOAT16, torch.float16), (False, True)
     ):
         choice = cuda.plan_on(DEVICE, m, n, k, 64, True, normalised, gated=True)
-        has_gate = isinstance(choice, Wgmma | Mma) or (isinstance(choice, Rows) and m <= 8 and normalised)
+        has_gate = isinstance(choice, Wgmma | Mma) or (isinstance(choice, Rows) and normalised)
         expected = has_gate and dtype == BFLOAT16 and n % 16 == 0 and not (normalised and k > NORM_K)
         assert cuda.can_gate(DEVICE, dtype, m, (n, k), 64, True, normalised) == expected
 

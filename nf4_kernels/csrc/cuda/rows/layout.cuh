@@ -10,12 +10,6 @@ namespace nf4 {
 constexpr int kGroupRows = 16;
 // A run of row groups ends at a multiple of half a group: the lower half of its last group may be the next run's.
 constexpr int kHalfRows = kGroupRows / 2;
-// Beside the consumers there are a producer warp, one that reduces, and two that decode scales. Where consumers need 128
-// registers each, which leaves a thread block 16 warps, one warp loads and reduces and one decodes scales.
-template <int kWarps, int kTiles>
-constexpr int kDecoders = kWarps == 14 && kTiles > 1 ? 1 : 2;
-template <int kWarps, int kTiles>
-constexpr int kNonConsumerWarps = 2 * kDecoders<kWarps, kTiles>;
 constexpr int kMaxStages = 7;
 constexpr int kMaxCluster = 4;
 // The hardware barriers of a thread block: the decoders' own; all threads', behind which the table is filled; and the one at
@@ -75,9 +69,8 @@ struct RowsArgs {
   int whole_rows;       // whether 16 bytes more may be read behind those of each row but the last
   int chunk;            // row groups that go through all passes together
   int constant_weights; // weights and scales may be read before the kernel in front of this one has ended
-  // Nanoseconds before the first load; between the loads that fill the ring while the activations are not there; and between
-  // all of those.
-  unsigned first_delay, waiting_delay, later_delay;
+  // Nanoseconds between the loads that fill the ring: while the activations are not there, and between all of them.
+  unsigned waiting_delay, later_delay;
   uint64_t* clock;
   const void* residual;
   const void* norm_weight;
@@ -105,16 +98,15 @@ template <bool kGates>
 constexpr int kRunRows = kGates ? kGroupRows : kHalfRows;
 
 // The layout of dynamic shared memory.
-template <int kConsumers, int kBlocks, int kTiles, bool kNested>
+template <int kConsumers, int kBlocks, bool kNested>
 struct RowsLayout {
-  static constexpr int kWarps = kConsumers, kDecoders = nf4::kDecoders<kWarps, kTiles>;
+  // Beside the consumers there are a producer warp, one that reduces, and two that decode scales.
+  static constexpr int kWarps = kConsumers, kDecoders = 2, kThreads = (kWarps + 2 + kDecoders) * 32;
   static constexpr int kStageBlocks = kWarps * kBlocks;
   // On Hopper a stage's codes may be loaded in two pieces with a barrier each. Decoding then begins behind the first, which
   // is this many k blocks of a warp, and less is left to do behind the last byte. With 0 they are one piece, where the
   // additional copies would cost more than that.
-  static constexpr int kFirstBlocks = kBlocks == 4 && kTiles == 1 ? 2 : 0;
-  // With two and more token tiles the copies are unrolled less, since addresses take registers from the consumers.
-  static constexpr int kCopyUnroll = kTiles > 1 ? 4 : kGroupRows;
+  static constexpr int kFirstBlocks = kBlocks == 4 ? 2 : 0;
   // The pitch is an odd multiple of 32 bytes: the rows g = 0..3 of a half warp's 8-byte reads then lie in different banks.
   static constexpr int kWeightPitch = kStageBlocks * 32 + (kStageBlocks % 2 ? 0 : 32);
   // There is room from the 16-byte boundary before the first scale to the one after the last.
@@ -124,9 +116,9 @@ struct RowsLayout {
   static constexpr int kStageBytes = kScales + kGroupRows * kScalePitch;
   static constexpr int kCode = kTableBytes;
   // The consumers' sums of squares, [warp][token]. Where scales are plain, they take the place of the scales' codes.
-  static constexpr int kSquares = kCode + (kNested ? 1024 : 0), kSquaresBytes = kWarps * kTiles * 32;
-  static constexpr int kSums = kCode + (kNested || kSquaresBytes > 1024 ? kSquares - kCode + kSquaresBytes : 1024);
-  static constexpr int kBarriers = kSums + 2 * kWarps * kTiles * 512;
+  static constexpr int kSquares = kCode + (kNested ? 1024 : 0), kSquaresBytes = kWarps * 32;
+  static constexpr int kSums = kCode + 1024 + (kNested ? kSquaresBytes : 0);
+  static constexpr int kBarriers = kSums + 2 * kWarps * 512;
   // There is a barrier more than stages for each of their purposes; the one beyond `decoded` is that of the activations.
   static constexpr int kStageSlots = kMaxStages + 1, kBarrierCount = 3 * kStageSlots + 8;
   static constexpr int kRing = kBarriers + kBarrierCount * 8;
@@ -140,10 +132,10 @@ struct RowsLayout {
   // pass.
   __host__ __device__ static constexpr int partials(int stages) { return kRing + stages * kStageBytes; }
   __host__ __device__ static constexpr int held(int stages, int cluster) {
-    return partials(stages) + 2 * (cluster - 1) * kTiles * 512;
+    return partials(stages) + 2 * (cluster - 1) * 512;
   }
   __host__ __device__ static constexpr int total(int stages, int cluster, int held_groups) {
-    return held(stages, cluster) + held_groups * kTiles * 512;
+    return held(stages, cluster) + held_groups * 512;
   }
   __device__ static unsigned barrier(unsigned base, int index) { return base + kBarriers + index * 8; }
   __device__ static unsigned full(unsigned base, int stage) { return barrier(base, stage); }
@@ -159,7 +151,7 @@ struct RowsLayout {
   __device__ static unsigned activations(unsigned base) { return barrier(base, 2 * kStageSlots - 1); }
   // Byte offset of the partial sums that another block of the cluster sends.
   __device__ static int partial_slot(const RowsArgs& args, int i, int rank) {
-    return partials(args.stages) + (i * (args.cluster - 1) + rank - 1) * kTiles * 512;
+    return partials(args.stages) + (i * (args.cluster - 1) + rank - 1) * 512;
   }
   // Byte offset of the decoded scales [row % 8][row / 8] of one k block of a stage.
   __device__ static int scale_slot(int stage, int block) {

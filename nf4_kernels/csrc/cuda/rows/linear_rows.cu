@@ -13,42 +13,39 @@
 namespace nf4 {
 namespace {
 
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kNormalises, bool kGates = false>
+template <typename T, int kWarps, int kBlocks, bool kNested, bool kNormalises, bool kGates = false>
 cudaError_t launch(const RowsArgs& args, int grid, void* stream) {
-  using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
+  using Layout = RowsLayout<kWarps, kBlocks, kNested>;
   if (args.stages < 1 || args.stages > Layout::kStageLimit) return cudaErrorInvalidValue;
-  auto* kernel = linear_rows<T, kWarps, kBlocks, kTiles, kNested, NF4_TIMED, kNormalises, kGates>;
+  auto* kernel = linear_rows<T, kWarps, kBlocks, kNested, NF4_TIMED, kNormalises, kGates>;
   int shared = Layout::total(args.stages, args.cluster, args.passes > 1 ? args.chunk : 0);
   dim3 blocks(static_cast<unsigned>(grid));
-  constexpr int kThreads = (kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32;
-  return launch_kernel(kernel, {blocks, kThreads, shared, args.cluster > 1 ? args.cluster : 0}, stream, args);
+  return launch_kernel(kernel, {blocks, Layout::kThreads, shared, args.cluster > 1 ? args.cluster : 0}, stream, args);
 }
 
-template <int kWarps, int kBlocks, int kTiles>
+template <int kWarps, int kBlocks>
 cudaError_t launch(const RowsArgs& args, int dtype, int grid, void* stream) {
   bool nested = args.weight.absmax_8bit != nullptr;
 #ifndef NF4_BF16_ONLY
   if constexpr (!NF4_TIMED) {
     if (dtype == NF4_FLOAT16) {
-      return nested ? launch<__half, kWarps, kBlocks, kTiles, true, false>(args, grid, stream)
-                    : launch<__half, kWarps, kBlocks, kTiles, false, false>(args, grid, stream);
+      return nested ? launch<__half, kWarps, kBlocks, true, false>(args, grid, stream)
+                    : launch<__half, kWarps, kBlocks, false, false>(args, grid, stream);
     }
   }
 #endif
-  if constexpr (kTiles == 1 && !NF4_TIMED) {
-    if (args.gate.columns) {
-      return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true, true>(args, grid, stream)
-                    : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true, true>(args, grid, stream);
-    }
-  }
   if constexpr (!NF4_TIMED) {
+    if (args.gate.columns) {
+      return nested ? launch<__nv_bfloat16, kWarps, kBlocks, true, true, true>(args, grid, stream)
+                    : launch<__nv_bfloat16, kWarps, kBlocks, false, true, true>(args, grid, stream);
+    }
     if (args.norm_weight) {
-      return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true>(args, grid, stream)
-                    : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true>(args, grid, stream);
+      return nested ? launch<__nv_bfloat16, kWarps, kBlocks, true, true>(args, grid, stream)
+                    : launch<__nv_bfloat16, kWarps, kBlocks, false, true>(args, grid, stream);
     }
   }
-  return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, false>(args, grid, stream)
-                : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, false>(args, grid, stream);
+  return nested ? launch<__nv_bfloat16, kWarps, kBlocks, true, false>(args, grid, stream)
+                : launch<__nv_bfloat16, kWarps, kBlocks, false, false>(args, grid, stream);
 }
 
 // Whether the plan fits these operands and this device.
@@ -58,10 +55,10 @@ cudaError_t validate(const Nf4Linear& linear, const RowsPlan& plan) {
     return cudaErrorInvalidValue;
   }
   if (NF4_TIMED && (linear.norm_weight || linear.dtype != NF4_BFLOAT16)) return cudaErrorInvalidValue;
-  // More tokens' gated activations, and those of tokens that are not normalised, are linear_wgmma's.
-  if (linear.activation && (plan.tiles > 1 || !linear.norm_weight)) return cudaErrorInvalidValue;
+  // Other kernels gate what they do not normalise.
+  if (linear.activation && !linear.norm_weight) return cudaErrorInvalidValue;
   if (linear.norm_weight && (linear.dtype != NF4_BFLOAT16 || plan.passes > 1)) return cudaErrorInvalidValue;
-  if (linear.m > plan.tiles * 8 || plan.blocks * plan.warps < plan.part_blocks) return cudaErrorInvalidValue;
+  if (linear.m > 8 || plan.blocks * plan.warps < plan.part_blocks) return cudaErrorInvalidValue;
   if (plan.cluster < 1 || plan.cluster > kMaxCluster || plan.grid % plan.cluster) return cudaErrorInvalidValue;
   if (!has_hopper_launches() || device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) {
     return cudaErrorNotSupported;
@@ -102,7 +99,6 @@ RowsArgs build_args(const Nf4Linear& linear, const RowsPlan& plan) {
   args.whole_rows = args.scale_pitch || bytes >= 16;
   args.constant_weights = linear.constant_weights;
   args.clock = linear.clock;
-  args.first_delay = plan.tiles > 1 ? 1000 : 0;
   args.later_delay = args.part_blocks * 4;
   args.waiting_delay = args.m > 2 ? args.part_blocks * 11 - args.later_delay : 0;
   return args;
@@ -111,27 +107,20 @@ RowsArgs build_args(const Nf4Linear& linear, const RowsPlan& plan) {
 // Launches the instance that the plan names; cudaErrorInvalidValue where there is none.
 cudaError_t launch(const Nf4Linear& linear, const RowsPlan& plan, const RowsArgs& args) {
 // nf4_kernels/plan/rows.py lists the same instances.
-#define NF4_INSTANCE(WARPS, BLOCKS, TILES)                                                 \
-  if (plan.warps == WARPS && plan.blocks == BLOCKS && plan.tiles == TILES) {            \
-    return launch<WARPS, BLOCKS, TILES>(args, linear.dtype, plan.grid, linear.stream);       \
+#define NF4_INSTANCE(WARPS, BLOCKS)                                             \
+  if (plan.warps == WARPS && plan.blocks == BLOCKS) {                           \
+    return launch<WARPS, BLOCKS>(args, linear.dtype, plan.grid, linear.stream); \
   }
-  NF4_INSTANCE(8, 9, 1)
-  NF4_INSTANCE(8, 10, 1)
-  NF4_INSTANCE(12, 7, 1)
-  NF4_INSTANCE(16, 1, 1)
-  NF4_INSTANCE(16, 2, 1)
-  NF4_INSTANCE(16, 3, 1)
-  NF4_INSTANCE(16, 4, 1)
-  NF4_INSTANCE(16, 6, 1)
-  NF4_INSTANCE(16, 7, 1)
-  NF4_INSTANCE(16, 8, 1)
-  NF4_INSTANCE(16, 1, 2)
-  NF4_INSTANCE(16, 2, 2)
-  NF4_INSTANCE(16, 3, 2)
-  NF4_INSTANCE(16, 4, 2)
-  NF4_INSTANCE(14, 6, 2)
-  NF4_INSTANCE(16, 1, 4)
-  NF4_INSTANCE(16, 2, 4)
+  NF4_INSTANCE(8, 9)
+  NF4_INSTANCE(8, 10)
+  NF4_INSTANCE(12, 7)
+  NF4_INSTANCE(16, 1)
+  NF4_INSTANCE(16, 2)
+  NF4_INSTANCE(16, 3)
+  NF4_INSTANCE(16, 4)
+  NF4_INSTANCE(16, 6)
+  NF4_INSTANCE(16, 7)
+  NF4_INSTANCE(16, 8)
 #undef NF4_INSTANCE
   return cudaErrorInvalidValue;
 }

@@ -1,10 +1,10 @@
-// GEMM of few tokens with an NF4 weight that is read once: weight rows stream past activations that stay in registers.
+// GEMM of up to 8 tokens with an NF4 weight that is read once: weight rows stream past activations that stay in registers.
 //
 // A thread block has a part of k for a run of row groups (16 weight rows each). Consumer warp w of W has the part's 64-wide
 // k blocks w, w + W, w + 2W ...: it keeps their activations in registers as long as the part lasts, as B operands (tokens
 // are the n of mma m16n8k16, weights are A), so that only weights and scales move. The block is warp-specialized:
 //   produce         one warp loads a row group's codes and scales into a ring of shared-memory stages (bulk copies)
-//   decode_scales   one or two warps turn a stage's scales into floats, laid out as the accumulators need them
+//   decode_scales   two warps turn a stage's scales into floats, laid out as the accumulators need them
 //   consume         W warps turn bytes into A registers through a table of 256 entries (a byte is two neighbouring k of a
 //                   row, which is one A register; there are 32 copies of the table, one for each bank, so that no lookup
 //                   conflicts), multiply, and apply the scale to the sums of each 64 k
@@ -42,39 +42,40 @@ __device__ __forceinline__ void decode_codes(unsigned (&a)[4], uint2 upper, uint
   a[3] = table_entry(low, byte + 1, lane_offset, below);
 }
 
+template <typename T>
+__device__ __forceinline__ void mma_step(float (&sums)[4], const unsigned (&a)[4], const uint4 (&activations)[2], int step) {
+  const uint4& four = activations[step / 2];
+  mma<T>(sums, a, step % 2 ? four.z : four.x, step % 2 ? four.w : four.y, sums);
+}
+// The same for several token tiles, which experts' kernels have.
 template <typename T, int kTiles>
 __device__ __forceinline__ void mma_step(float (&sums)[kTiles][4], const unsigned (&a)[4],
-                                              const uint4 (&activations)[kTiles][2], int step) {
+                                         const uint4 (&activations)[kTiles][2], int step) {
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const uint4& four = activations[tile][step / 2];
-    mma<T>(sums[tile], a, step % 2 ? four.z : four.x, step % 2 ? four.w : four.y, sums[tile]);
-  }
+  for (int tile = 0; tile < kTiles; ++tile) mma_step<T>(sums[tile], a, activations[tile], step);
 }
 
 // kTimed: the warp times its decoding: codes and scales loaded, turned into operands, scales put on the sums.
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed>
-__device__ __forceinline__ void consume(const RowsArgs& args, char* shared, RowsRun run,
-                                        uint4 (&b)[kBlocks][kTiles][2]) {
-  using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
+template <typename T, int kWarps, int kBlocks, bool kNested, bool kTimed>
+__device__ __forceinline__ void consume(const RowsArgs& args, char* shared, RowsRun run, uint4 (&b)[kBlocks][2]) {
+  using Layout = RowsLayout<kWarps, kBlocks, kNested>;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  // Where registers are short, a jump past the last k block costs more than a k block without lookups.
-  constexpr bool kJumps = kTiles == 1 || kBlocks < 4;
   unsigned base = shared_address(shared), lane_offset = lane * 4 | (base & 0xff000000u);
   int loaded = run.part;
   const char* my_bytes = shared + Layout::kRing + g * Layout::kWeightPitch + warp * 32 + t * 8;
   const char* my_scales = shared + Layout::scale_slot(0, warp) + g * 8;
-  float4* my_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + warp * kTiles * 32 + lane;
-  RingPosition ring, sums;
+  float4* my_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + warp * 32 + lane;
+  RingPosition ring;
+  unsigned groups = 0;  // of whose sums two fit
   StageClock<kTimed> decoding;
   decoding.begin(args.clock);
   for (; !run.done(); run.next()) {
     if (run.part != loaded) {
       loaded = run.part;
-      load_activations<T, kWarps, kBlocks, kTiles>(args, loaded, b);
+      load_activations<T, kWarps>(args, loaded, b);
     }
     bool below = run.rows() > kHalfRows;
-    float acc[kTiles][4] = {};
+    float acc[4] = {};
     const char* bytes = my_bytes + ring.stage * Layout::kStageBytes;
     const char* scales = my_scales + ring.stage * Layout::kDecodedStage;
     // Where k does not fill the warps' last k blocks, warps without one leave shared memory to the others.
@@ -83,55 +84,47 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
     barrier_wait(Layout::decoded(base, ring.stage), ring.parity);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      if (kJumps && i == kBlocks - 1 && i * kWarps >= count) break;
-      bool one = kJumps || i < kBlocks - 1 || i * kWarps < count;
+      if (i == kBlocks - 1 && i * kWarps >= count) break;
       if (i > 0 && i == Layout::kFirstBlocks) barrier_wait(Layout::rest_full(base, ring.stage), ring.parity);
       decoding.resume();
       uint2 upper = *reinterpret_cast<const uint2*>(bytes + i * kWarps * 32);
       uint2 lower = *reinterpret_cast<const uint2*>(bytes + 8 * Layout::kWeightPitch + i * kWarps * 32);
-      float part_sum[kTiles][4] = {};
+      float part_sum[4] = {};
       if constexpr (kTimed) {
         unsigned a[4][4];
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-          decode_codes(a[step], upper, lower, step, lane_offset, one, one && below);
+          decode_codes(a[step], upper, lower, step, lane_offset, true, below);
           pin(a[step]);
         }
         decoding.pause(a[3]);
 #pragma unroll
         for (int step = 0; step < 4; ++step) mma_step<T>(part_sum, a[step], b[i], step);
-        settle(part_sum[kTiles - 1][3]);
+        settle(part_sum[3]);
       } else {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           unsigned a[4];
-          decode_codes(a, upper, lower, step, lane_offset, one, one && below);
+          decode_codes(a, upper, lower, step, lane_offset, true, below);
           mma_step<T>(part_sum, a, b[i], step);
         }
       }
       decoding.resume();
       static_assert(kWarps % 2 == 0, "two k blocks share a slot row");
       float2 scale = *reinterpret_cast<const float2*>(scales + i * (kWarps / 2) * kTableStride);
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        if (!one) part_sum[tile][0] = part_sum[tile][1] = part_sum[tile][2] = part_sum[tile][3] = 0.0f;
-        acc[tile][0] += scale.x * part_sum[tile][0];
-        acc[tile][1] += scale.x * part_sum[tile][1];
-        acc[tile][2] += scale.y * part_sum[tile][2];
-        acc[tile][3] += scale.y * part_sum[tile][3];
-      }
-      decoding.pause(acc[kTiles - 1][3]);
+      acc[0] += scale.x * part_sum[0];
+      acc[1] += scale.x * part_sum[1];
+      acc[2] += scale.y * part_sum[2];
+      acc[3] += scale.y * part_sum[3];
+      decoding.pause(acc[3]);
     }
     barrier_arrive(Layout::empty(base, ring.stage));
     ring.advance(args.stages);
-    barrier_wait(Layout::sums_empty(base, sums.stage), sums.parity ^ 1);
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      my_sums[sums.stage * kWarps * kTiles * 32 + tile * 32] =
-          make_float4(acc[tile][0], acc[tile][1], acc[tile][2], acc[tile][3]);
-    }
-    barrier_arrive(Layout::sums_full(base, sums.stage));
-    sums.advance(2);
+    unsigned stage = groups % 2;
+    barrier_wait(Layout::sums_empty(base, stage), groups / 2 % 2 ^ 1);
+    my_sums[stage * kWarps * 32] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+    barrier_arrive(Layout::sums_full(base, stage));
+    ++groups;
   }
   decoding.end(args.clock);
 }
@@ -189,9 +182,9 @@ __device__ __forceinline__ void build_table(char* shared, int first) {
   for (int i = 0; i < 16; ++i) *reinterpret_cast<unsigned*>(target + i * kTableStride) = pack2<T>(high, codes[i] * kStretch);
 }
 
-template <typename T, typename Layout, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed, bool kNormalises,
-          bool kGates>
+template <typename T, int kWarps, int kBlocks, bool kNested, bool kTimed, bool kNormalises, bool kGates>
 __device__ __forceinline__ void run_linear_rows(const RowsArgs& args) {
+  using Layout = RowsLayout<kWarps, kBlocks, kNested>;
   extern __shared__ __align__(128) char shared[];
   unsigned base = shared_address(shared);
   if ((base & 0xffffff) != kSharedBase) __trap();
@@ -204,7 +197,7 @@ __device__ __forceinline__ void run_linear_rows(const RowsArgs& args) {
     clock_start(args.clock);
   };
   if (args.cluster == 1) begin();
-  constexpr int kThreads = (kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32, kFirstDecoder = kWarps + Layout::kDecoders;
+  constexpr int kThreads = Layout::kThreads, kFirstDecoder = kWarps + 2;
   RowsRun run(args, kRunRows<kGates>);
   launch_dependents();
   if (warp == kWarps) init_copy_barriers<Layout>(base);
@@ -216,11 +209,7 @@ __device__ __forceinline__ void run_linear_rows(const RowsArgs& args) {
   if (warp == kWarps) {
     barrier_signal(kTableBarrier, kThreads);
     if (!args.constant_weights) grid_dependency_wait();
-    if constexpr (Layout::kDecoders == 1) {
-      reduce<T, kWarps, kTiles, Layout, kNested, true, kNormalises, kGates>(args, shared, run);
-    } else {
-      produce<Layout, kNested, kGates>(args, base, run);
-    }
+    produce<Layout, kNested, kGates>(args, base, run);
   } else if (warp < kWarps) {
     auto build = [&] {
       for (int first = warp; first < 16; first += kWarps) build_table<T>(shared, first);
@@ -230,43 +219,32 @@ __device__ __forceinline__ void run_linear_rows(const RowsArgs& args) {
     bool table_first = !kNormalises && args.constant_weights && args.m <= 2;
     if (table_first) build();
     if (kNormalises && args.constant_weights) prefetch_norm_weight<T, kWarps, kBlocks>(args, run.part);
-    uint4 b[kBlocks][kTiles][2];
+    uint4 b[kBlocks][2];
     grid_dependency_wait();
     if constexpr (kNormalises) {
-      load_normalised<T, kWarps, kBlocks, kTiles, Layout>(args, shared, run.part, b, build);
+      load_normalised<T, kWarps, kBlocks, Layout>(args, shared, run.part, b, build);
     } else {
-      load_activations<T, kWarps, kBlocks, kTiles>(args, run.part, b);
+      load_activations<T, kWarps>(args, run.part, b);
       if (!table_first) build();
     }
     barrier_sync(kTableBarrier, kThreads);
     if (threadIdx.x == 0) barrier_arrive(Layout::activations(base));
     if (kTimed && blockIdx.x == 0 && warp == 0) {
-      consume<T, kWarps, kBlocks, kTiles, kNested, true>(args, shared, run, b);
+      consume<T, kWarps, kBlocks, kNested, true>(args, shared, run, b);
     } else {
-      consume<T, kWarps, kBlocks, kTiles, kNested, false>(args, shared, run, b);
+      consume<T, kWarps, kBlocks, kNested, false>(args, shared, run, b);
     }
-  } else {
-    if (warp == kWarps + 1) barrier_signal(kBarriersReady, 64);
-    if (warp < kFirstDecoder) {
-      barrier_sync(kTableBarrier, kThreads);
-      if constexpr (Layout::kDecoders == 2) {
-        reduce<T, kWarps, kTiles, Layout, kNested, false, kNormalises, kGates>(args, shared, run);
-      }
-      return;
-    }
-    if (!args.constant_weights) grid_dependency_wait();
-    constexpr int kReads = 2 / Layout::kDecoders;
-    int thread = threadIdx.x - kFirstDecoder * 32;
-    float4 codes[kReads];
-#pragma unroll
-    for (int i = 0; kNested && i < kReads; ++i) {
-      codes[i] = __ldcg(reinterpret_cast<const float4*>(args.weight.absmax_code) + thread + i * 32);
-    }
+  } else if (warp == kWarps + 1) {
+    barrier_signal(kBarriersReady, 64);
     barrier_sync(kTableBarrier, kThreads);
-#pragma unroll
-    for (int i = 0; kNested && i < kReads; ++i) {
-      reinterpret_cast<float4*>(shared + Layout::kCode)[thread + i * 32] = codes[i];
-    }
+    reduce<T, Layout, kNormalises, kGates>(args, shared, run);
+  } else {
+    if (!args.constant_weights) grid_dependency_wait();
+    int thread = threadIdx.x - kFirstDecoder * 32;
+    float4 codes;
+    if (kNested) codes = __ldcg(reinterpret_cast<const float4*>(args.weight.absmax_code) + thread);
+    barrier_sync(kTableBarrier, kThreads);
+    if (kNested) reinterpret_cast<float4*>(shared + Layout::kCode)[thread] = codes;
     barrier_sync(kDecoderBarrier, Layout::kDecoders * 32);
     decode_scales<Layout, kNested, kGates>(args, shared, run, warp - kFirstDecoder);
   }
@@ -277,13 +255,12 @@ __device__ __forceinline__ void run_linear_rows(const RowsArgs& args) {
 // kNormalises: the tokens are normalised (with one pass only). It is a kernel of its own, since code for it beside the other
 // costs up to 7 % in the same way.
 // kGates: the epilogue is a gated activation. It is a kernel of its own, since code for it beside the other costs up to 2 %.
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed, bool kNormalises, bool kGates>
-__global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32, 1)
+template <typename T, int kWarps, int kBlocks, bool kNested, bool kTimed, bool kNormalises, bool kGates>
+__global__ void __launch_bounds__(RowsLayout<kWarps, kBlocks, kNested>::kThreads, 1)
     linear_rows(const __grid_constant__ RowsArgs args) {
 // Elsewhere linear_mma is faster.
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-  using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
-  run_linear_rows<T, Layout, kWarps, kBlocks, kTiles, kNested, kTimed, kNormalises, kGates>(args);
+  run_linear_rows<T, kWarps, kBlocks, kNested, kTimed, kNormalises, kGates>(args);
 #else
   __trap();
 #endif

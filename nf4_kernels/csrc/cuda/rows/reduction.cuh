@@ -13,10 +13,11 @@ __device__ __forceinline__ void add(float4& sum, float4 value) {
   sum.w += value.w;
 }
 
-// What is added to the 16 rows x 8 tokens that a warp's accumulators hold: bias and residual, for rows before `last`.
+// What is added to the 16 rows x 8 tokens that a warp's accumulators hold: bias and residual, for rows before `last`. Returned
+// by value it would take 30 instructions more.
 template <typename T, bool kGates>
-__device__ __forceinline__ float4 load_addend(const RowsArgs& args, int first, int last, int token_tile) {
-  int lane = threadIdx.x % 32, row = first + lane / 4, token = token_tile * 8 + lane % 4 * 2;
+__device__ __forceinline__ void load_addend(const RowsArgs& args, int first, int last, float4& sum) {
+  int lane = threadIdx.x % 32, row = first + lane / 4, token = lane % 4 * 2;
   const T* bias = static_cast<const T*>(args.bias);
   const T* residual = static_cast<const T*>(args.residual);
   float addend[2][2] = {};
@@ -31,16 +32,15 @@ __device__ __forceinline__ float4 load_addend(const RowsArgs& args, int first, i
       if (token + i < args.m) addend[half][i] += to_float(load_fresh(residual + int64_t{token + i} * args.n + r));
     }
   }
-  return make_float4(addend[0][0], addend[0][1], addend[1][0], addend[1][1]);
+  sum = make_float4(addend[0][0], addend[0][1], addend[1][0], addend[1][1]);
 }
 
 // Writes activation(gate) * up, from the sums of gates and of their ups. The columns of two neighbouring lanes make a word:
 // the even lane writes that of the first token of two, the odd one that of the second.
-__device__ __forceinline__ void write_gated(const RowsArgs& args, int first, int token_tile, float4 sum, float2 scale,
-                                            float4 addend) {
+__device__ __forceinline__ void write_gated(const RowsArgs& args, int first, float4 sum, float2 scale, float4 addend) {
   using T = __nv_bfloat16;
   int lane = threadIdx.x % 32, column = first / 2 + lane / 4, odd = column % 2;
-  int token = token_tile * 8 + lane % 4 * 2 + odd;
+  int token = lane % 4 * 2 + odd;
   unsigned gates = pack2<T>(fmaf(sum.x, scale.x, addend.x), fmaf(sum.y, scale.y, addend.y));
   unsigned ups = pack2<T>(fmaf(sum.z, scale.x, addend.z), fmaf(sum.w, scale.y, addend.w));
   unsigned both = args.gate.apply(gates, ups);
@@ -53,13 +53,13 @@ __device__ __forceinline__ void write_gated(const RowsArgs& args, int first, int
 
 // Multiplies the sums by their scale, adds the addend, rounds once and writes.
 template <typename T, bool kGates>
-__device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, int last, int token_tile, float4 sum,
-                                              float2 scale, float4 addend) {
+__device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, int last, float4 sum, float2 scale,
+                                              float4 addend) {
   if constexpr (kGates) {
-    write_gated(args, first, token_tile, sum, scale, addend);
+    write_gated(args, first, sum, scale, addend);
     return;
   }
-  int lane = threadIdx.x % 32, row = first + lane / 4, token = token_tile * 8 + lane % 4 * 2;
+  int lane = threadIdx.x % 32, row = first + lane / 4, token = lane % 4 * 2;
   T* out = static_cast<T*>(args.out);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -75,86 +75,71 @@ __device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, i
 
 // Divides the scales of a lane's two tokens by their root mean square. The consumers' sums of squares are there once their
 // first sums are.
-template <int kWarps, int kTiles, typename Layout>
-__device__ __forceinline__ void normalise(const RowsArgs& args, const char* shared, float2 (&scale)[kTiles]) {
+template <typename Layout>
+__device__ __forceinline__ void normalise(const RowsArgs& args, const char* shared, float2& scale) {
   const float2* squares = reinterpret_cast<const float2*>(shared + Layout::kSquares) + threadIdx.x % 4;
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    float2 sum = make_float2(0.0f, 0.0f);
-    for (int warp = 0; warp < kWarps; ++warp) {
-      float2 more = squares[(warp * kTiles + tile) * 4];
-      sum.x += more.x;
-      sum.y += more.y;
-    }
-    scale[tile].x *= rsqrtf(sum.x / args.k + args.norm_eps);
-    scale[tile].y *= rsqrtf(sum.y / args.k + args.norm_eps);
+  float2 sum = make_float2(0.0f, 0.0f);
+  for (int warp = 0; warp < Layout::kWarps; ++warp) {
+    float2 more = squares[warp * 4];
+    sum.x += more.x;
+    sum.y += more.y;
   }
+  scale.x *= rsqrtf(sum.x / args.k + args.norm_eps);
+  scale.y *= rsqrtf(sum.y / args.k + args.norm_eps);
 }
 
 // The reducing warp's place in its rings and, in the first block of a cluster, the sums of the row group before. These wait
 // for the other blocks' partial sums, which are on their way while this block adds up the next row group.
-template <int kTiles>
 struct Reduction {
   RingPosition sums, partials;
-  float4 sum[kTiles], waiting[kTiles], addend[kTiles];
+  float4 sum, waiting, addend;
   int waiting_row = -1;
 };
 
 // Adds the warps' sums of a stage.
-template <int kWarps, int kTiles, typename Layout>
-__device__ __forceinline__ void sum_warps(char* shared, Reduction<kTiles>& at) {
+template <typename Layout>
+__device__ __forceinline__ void sum_warps(char* shared, Reduction& at) {
   unsigned base = shared_address(shared);
   barrier_wait(Layout::sums_full(base, at.sums.stage), at.sums.parity);
   const float4* from = reinterpret_cast<const float4*>(shared + Layout::kSums) +
-                       at.sums.stage * kWarps * kTiles * 32 + threadIdx.x % 32;
+                       at.sums.stage * Layout::kWarps * 32 + threadIdx.x % 32;
+  at.sum = *from;
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    at.sum[tile] = from[tile * 32];
-#pragma unroll
-    for (int warp = 1; warp < kWarps; ++warp) add(at.sum[tile], from[(warp * kTiles + tile) * 32]);
-  }
+  for (int warp = 1; warp < Layout::kWarps; ++warp) add(at.sum, from[warp * 32]);
   barrier_arrive(Layout::sums_empty(base, at.sums.stage));
   at.sums.advance(2);
 }
 
 // Adds the sums of the passes before and keeps them for the next pass; returns whether there is one.
-template <int kTiles, typename Layout>
-__device__ __forceinline__ bool keep_for_next_pass(const RowsArgs& args, char* shared, const RowsRun& run,
-                                                   Reduction<kTiles>& at) {
+template <typename Layout>
+__device__ __forceinline__ bool keep_for_next_pass(const RowsArgs& args, char* shared, const RowsRun& run, Reduction& at) {
   if (args.passes == 1) return false;
   float4* held = reinterpret_cast<float4*>(shared + Layout::held(args.stages, args.cluster)) +
-                 (run.row - run.chunk_first) / kGroupRows * kTiles * 32 + threadIdx.x % 32;
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    if (run.pass > 0) add(at.sum[tile], held[tile * 32]);
-    if (!run.last_pass()) held[tile * 32] = at.sum[tile];
-  }
+                 (run.row - run.chunk_first) / kGroupRows * 32 + threadIdx.x % 32;
+  if (run.pass > 0) add(at.sum, *held);
+  if (!run.last_pass()) *held = at.sum;
   return !run.last_pass();
 }
 
 // Sends a row group's sums to the first block of the cluster.
-template <int kTiles, typename Layout>
-__device__ __forceinline__ void send_partial_sums(const RowsArgs& args, unsigned base, int rank, Reduction<kTiles>& at) {
+template <typename Layout>
+__device__ __forceinline__ void send_partial_sums(const RowsArgs& args, unsigned base, int rank, Reduction& at) {
   barrier_wait(Layout::partials_free(base, at.partials.stage), at.partials.parity ^ 1);
   unsigned target = remote_address(base + Layout::partial_slot(args, at.partials.stage, rank) + threadIdx.x % 32 * 16, 0);
   unsigned barrier = remote_address(Layout::partials_full(base, at.partials.stage), 0);
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) store_remote(target + tile * 512, at.sum[tile], barrier);
+  store_remote(target, at.sum, barrier);
   at.partials.advance(2);
 }
 
 // Adds the other blocks' partial sums of the waiting row group, in the order of k.
-template <int kTiles, typename Layout>
-__device__ __forceinline__ void reduce_partial_sums(const RowsArgs& args, char* shared, const RowsRun& run,
-                                          Reduction<kTiles>& at) {
+template <typename Layout>
+__device__ __forceinline__ void reduce_partial_sums(const RowsArgs& args, char* shared, const RowsRun& run, Reduction& at) {
   int lane = threadIdx.x % 32, stage = at.partials.stage;
   unsigned base = shared_address(shared);
-  if (lane == 0) barrier_expect(Layout::partials_full(base, stage), (args.cluster - 1) * kTiles * 512);
+  if (lane == 0) barrier_expect(Layout::partials_full(base, stage), (args.cluster - 1) * 512);
   barrier_wait(Layout::partials_full(base, stage), at.partials.parity);
   for (int other = 1; other < args.cluster; ++other) {
-    const float4* from = reinterpret_cast<const float4*>(shared + Layout::partial_slot(args, stage, other)) + lane;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) add(at.waiting[tile], from[tile * 32]);
+    add(at.waiting, reinterpret_cast<const float4*>(shared + Layout::partial_slot(args, stage, other))[lane]);
   }
   __syncwarp();
   // A block that has nothing left to send may have ended: nobody arrives at its barrier then.
@@ -165,75 +150,44 @@ __device__ __forceinline__ void reduce_partial_sums(const RowsArgs& args, char* 
   at.partials.advance(2);
 }
 
-// kLoads: the same warp is the producer. It fills a stage again as soon as that is empty, and then adds the sums of it.
-template <typename T, int kWarps, int kTiles, typename Layout, bool kNested, bool kLoads, bool kNormalises, bool kGates>
+template <typename T, typename Layout, bool kNormalises, bool kGates>
 __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsRun run) {
   unsigned base = shared_address(shared);
   int rank = blockIdx.x % args.cluster;
-  RowsRun ahead = run;
-  if constexpr (kLoads) {
-    sleep_ns(args.first_delay);
-    for (int stage = 0; stage < args.stages && !ahead.done(); ++stage, ahead.next()) {
-      load_stage<Layout, kNested, kGates>(args, base, ahead, stage);
-      pace_loads(args, Layout::activations(base));
-    }
-    barrier_sync(kBarriersReady, 64);
-  }
   grid_dependency_wait();
   if (args.cluster > 1) cluster_wait();
-  RingPosition ring;
-  Reduction<kTiles> at;
-  float2 scale[kTiles];
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) scale[tile] = make_float2(kShrink<T>, kShrink<T>);
+  Reduction at;
+  float2 scale = make_float2(kShrink<T>, kShrink<T>);
   bool normalised = false;
   for (;; run.next()) {
     bool more = !run.done();
     // These loads are issued before the row group's sums are waited for.
-    float4 addend[kTiles] = {};
+    float4 addend = {};
     if (more && rank == 0 && (args.bias || args.residual) && run.last_pass()) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) addend[tile] = load_addend<T, kGates>(args, run.row, run.last, tile);
+      load_addend<T, kGates>(args, run.row, run.last, addend);
     }
     if (more) {
-      if constexpr (kLoads) {
-        barrier_wait(Layout::empty(base, ring.stage), ring.parity);
-        if (!ahead.done()) {
-          load_stage<Layout, kNested, kGates>(args, base, ahead, ring.stage);
-          ahead.next();
-        }
-        ring.advance(args.stages);
-      }
-      sum_warps<kWarps, kTiles, Layout>(shared, at);
-      if (kNormalises && !normalised) normalise<kWarps, kTiles, Layout>(args, shared, scale);
+      sum_warps<Layout>(shared, at);
+      if (kNormalises && !normalised) normalise<Layout>(args, shared, scale);
       normalised = true;
-      if (keep_for_next_pass<kTiles, Layout>(args, shared, run, at)) continue;
+      if (keep_for_next_pass<Layout>(args, shared, run, at)) continue;
       if (rank > 0) {
-        send_partial_sums<kTiles, Layout>(args, base, rank, at);
+        send_partial_sums<Layout>(args, base, rank, at);
         continue;
       }
     }
     if (args.cluster == 1) {
       if (!more) break;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        write_outputs<T, kGates>(args, run.row, run.last, tile, at.sum[tile], scale[tile], addend[tile]);
-      }
+      write_outputs<T, kGates>(args, run.row, run.last, at.sum, scale, addend);
       continue;
     }
     if (at.waiting_row >= 0) {
-      reduce_partial_sums<kTiles, Layout>(args, shared, run, at);
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        write_outputs<T, kGates>(args, at.waiting_row, run.last, tile, at.waiting[tile], scale[tile], at.addend[tile]);
-      }
+      reduce_partial_sums<Layout>(args, shared, run, at);
+      write_outputs<T, kGates>(args, at.waiting_row, run.last, at.waiting, scale, at.addend);
     }
     if (!more) break;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      at.waiting[tile] = at.sum[tile];
-      at.addend[tile] = addend[tile];
-    }
+    at.waiting = at.sum;
+    at.addend = addend;
     at.waiting_row = run.row;
   }
   if (threadIdx.x % 32 == 0) clock_end(args.clock);

@@ -56,21 +56,21 @@ __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, 
       unsigned more = args.scale_pitch ? last_more : most_scale_bytes<kSize>(args, count);
       barrier_expect(full, kGroupRows * bytes + (kGroupRows - 1) * more + last_more);
       int64_t code = block;
-#pragma unroll Layout::kCopyUnroll
+#pragma unroll
       for (int r = 0; r < kGroupRows; ++r, code += args.k_blocks) {
         if (kGates && r == kHalfRows) code += blocks_between;
         bulk_copy(target + r * Layout::kWeightPitch, codes + code * 32, bytes, full, policy);
       }
       if (args.scale_pitch) {
         int64_t piece = (block >> args.scale_shift) & ~kInPiece;
-#pragma unroll Layout::kCopyUnroll
+#pragma unroll
         for (int r = 0; r < kGroupRows; ++r, piece += args.scale_pitch) {
           if (kGates && r == kHalfRows) piece += blocks_between >> args.scale_shift;
           bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full, policy);
         }
       } else {
         int64_t scale = block;
-#pragma unroll Layout::kCopyUnroll
+#pragma unroll
         for (int r = 0; r < kGroupRows; ++r, scale += args.k_blocks) {
           if (kGates && r == kHalfRows) scale += blocks_between;
           int64_t piece = (scale >> args.scale_shift) & ~kInPiece;
@@ -124,7 +124,6 @@ __device__ __forceinline__ void pace_loads(const RowsArgs& args, unsigned activa
 template <typename Layout, bool kNested, bool kGates>
 __device__ __forceinline__ void produce(const RowsArgs& args, unsigned base, RowsRun run) {
   RingPosition ring;
-  sleep_ns(args.first_delay);
   for (int load = 0; !run.done(); run.next(), ++load) {
     if (load == args.stages) barrier_sync(kBarriersReady, 64);
     if (load >= args.stages) barrier_wait(Layout::empty(base, ring.stage), ring.parity ^ 1);
