@@ -214,5 +214,6 @@ def test_a_cache_of_no_given_size_is_what_a_largest_step_leaves(
     before, free = torch.cuda.memory_allocated(), total - torch.cuda.memory_reserved()
     _, runner = make_engine(tmp_path, kv_cache_bytes=None, max_model_len=None, max_num_seqs=2048, enforce_eager=True)
     allocated = torch.cuda.memory_allocated() - before
-    assert 0.8 * free < allocated < free - 0.02 * total
+    # What earlier tests' tensors leave between them in torch's memory is not free, and can be allocated.
+    assert 0.8 * free < allocated < 0.98 * total - before
     assert runner.limits.num_blocks > 0
