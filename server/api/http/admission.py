@@ -33,7 +33,10 @@ class Admission:
     def acquire(self, count: int) -> Ticket:
         """Reserve room for count sequences until the ticket is released. Raises ApiError (429) when there is none."""
         with self._counts.locked():
-            missing = self.held + count - self.limit
+            held = self.held
+            if not held:
+                self._counts.forget_ends()
+            missing = held + count - self.limit
             if missing > 0:
                 raise queue_full(self._retry_after_s(missing))
             self._counts.add(SEQUENCES, count)

@@ -78,8 +78,12 @@ class Counts:
             self._numbers[self._ring + 1 + number % LATEST] = now
             self._numbers[self._ring] = number + 1
 
+    def forget_ends(self) -> None:
+        """Note that nothing is under way: what ended before says nothing of what follows. Call it within locked()."""
+        self._numbers[self._ring] = 0
+
     def seconds_per_end(self) -> float | None:
-        """Mean time between the latest ends of sequences; None before there were two."""
+        """Mean time between the latest ends of sequences; None before there were two since nothing was under way."""
         number = self._numbers[self._ring]
         known = min(number, LATEST)
         if known < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -227,6 +228,30 @@ async def test_time_limit(byte_tokenizer: Tokenizer) -> None:
         await collect(work)
     assert (raised.value.status, raised.value.code) == (504, "timeout")
     assert admission.held == 0
+
+
+def test_a_refused_request_is_told_how_fast_others_end_since_the_server_had_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now[0] * 10**9)
+    admission = Admission(2)
+
+    def retry_after() -> str:
+        with pytest.raises(ApiError) as refused:
+            admission.acquire(1)
+        return refused.value.headers["Retry-After"]
+
+    tickets = [admission.acquire(1), admission.acquire(1)]
+    for now[0] in (5, 10, 15):
+        tickets.pop(0).release()
+        tickets.append(admission.acquire(1))
+    assert retry_after() == "4"  # 10 s since the first of three ends
+    for ticket in tickets:
+        ticket.release()
+    now[0] = 600
+    tickets = [admission.acquire(1), admission.acquire(1)]
+    assert retry_after() == "1"
 
 
 def test_prompts_under_way_are_bounded_by_their_tokens() -> None:
