@@ -96,6 +96,7 @@ def uvicorn_config(http: HttpConfig, app: FastAPI) -> uvicorn.Config:
         app,
         http=limited(http, service.counts, service.metrics.rejected),
         loop="auto",
+        ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -121,6 +121,9 @@ class Connection(HttpToolsProtocol):
                 head, self._head_again = self._head_again, b""
                 if not head:
                     return
+                # A new one: after "Connection: close" and in HTTP/1.0 the old parser drops what comes behind a head.
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 data = head + data[e.args[0] :]
                 self._begin_head()
             except httptools.HttpParserError:

@@ -181,6 +181,21 @@ def test_an_upgrade_is_ignored(strict: RunningServer, asked: bytes, chunked: boo
         assert b'"choices"' in received
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_an_upgrade_on_a_connection_that_ends(strict: RunningServer, version: bytes) -> None:
+    body = json.dumps(chat_body()).encode()
+    with Client(strict) as client:
+        client.send(HEAD.replace(b"1.1", version) + b"Connection: close, Upgrade\r\nUpgrade: h2c\r\n")
+        client.send(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert client.socket.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_connect_with_an_upgrade_is_answered(strict: RunningServer) -> None:
+    with Client(strict) as client:
+        client.send(b"CONNECT a:80 HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        assert error(client.rest())[0] == 400
+
+
 def test_no_http(strict: RunningServer) -> None:
     with Client(strict) as client:
         client.send(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
