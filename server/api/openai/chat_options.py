@@ -52,7 +52,7 @@ class ChatOptions(GenerationOptions, ToolOptions):
         if None not in both and both[0] != both[1]:
             raise bad_request(
                 "'max_tokens' and 'max_completion_tokens' say different things; set one of them.",
-                "max_completion_tokens",
+                "max_tokens",
                 "invalid_value",
             )
         if self.continues and self.add_generation_prompt:

@@ -106,8 +106,8 @@ def take_other_names(document: dict[str, Any], names: dict[str, tuple[str, Value
             value = meaning(written)
         except ValueError as e:
             raise bad_request(f"Invalid value for '{other}': {e}.", other, "invalid_value") from e
-        used.setdefault(own, other)
         if value is None:
+            used.setdefault(own, other)
             continue
         if document.get(own) is not None and document[own] != value:
             before = used.get(own, own)

@@ -54,7 +54,7 @@ VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 10**30}, "max_tokens", "value_out_of_range"),
     ({"max_tokens": 2_000_000}, "messages", "context_length_exceeded"),
     ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "value_out_of_range"),
-    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens", "invalid_value"),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "invalid_value"),
     ({"min_tokens": 3}, "min_tokens", "value_out_of_range"),
     ({"min_tokens": -1}, "min_tokens", "value_out_of_range"),
     ({"logprobs": 3}, "logprobs", "invalid_type"),

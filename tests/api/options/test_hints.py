@@ -169,6 +169,8 @@ def test_names_of_other_servers(long_context: httpx.Client) -> None:
     assert named(ask(max_tokens=1, think=False)) == []
     for wrong, param in (
         ({"num_predict": 4, "max_tokens": 5}, "num_predict"),
+        ({"num_predict": 4, "max_completion_tokens": 5}, "num_predict"),
+        ({"repeat_penalty": 1.2, "repetition_penalty": 1.1}, "repeat_penalty"),
         ({"num_predict": 0}, "num_predict"),
         ({"repeat_penalty": "high"}, "repeat_penalty"),
         ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n"),
@@ -195,6 +197,8 @@ def test_names_of_other_servers(long_context: httpx.Client) -> None:
     ):
         answer = ask(**wrong)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        if "different things" in answer.text:
+            assert all(f"'{name}'" in answer.json()["error"]["message"] for name in wrong)
 
 
 # Defaults that SillyTavern, llama.cpp's page, OpenRouter's and others' clients send.
