@@ -104,6 +104,9 @@ def test_lists_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for written in ("https://a, https://b", '["https://a", "https://b"]'):
         monkeypatch.setenv("NF4_HTTP__CORS_ORIGINS", written)
         assert load_config(None).http.cors_origins == ("https://a", "https://b")
+    for written, hosts in (("[]", ()), (' [ "a" ]', ("a",)), ("[::1]:80", ("[::1]:80",))):
+        monkeypatch.setenv("NF4_HTTP__IMAGE_HOSTS", written)
+        assert load_config(None).http.image_hosts == hosts
     monkeypatch.setenv("NF4_HTTP__CORS_ORIGINS", '["https://a"')
     with pytest.raises(ConfigError, match=r"NF4_HTTP__CORS_ORIGINS: http\.cors_origins"):
         load_config(None)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+_JSON_LIST = re.compile(r'\s*\[\s*["\]]')
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt])(?:ib)?\s*", re.IGNORECASE)
 
 
@@ -35,7 +36,9 @@ def parse_list(value: Any) -> Any:
     """The items of a list in one string, separated by commas or as JSON; another value as it is. Raises ValueError."""
     if not isinstance(value, str):
         return value
-    return json.loads(value) if value.startswith('["') else [part.strip() for part in value.split(",") if part.strip()]
+    if _JSON_LIST.match(value):
+        return json.loads(value)
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def parse_bytes(value: Any) -> Any:
