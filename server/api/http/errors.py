@@ -136,7 +136,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 def own_name(param: str, names: Mapping[str, str]) -> str:
     """The request's own name for an option of the chat or text that it was translated into; [] stands for any index."""
     for chat, own in names.items():
-        found = re.match(re.escape(chat).replace(r"\[\]", r"(\[\d+\])"), param)
+        found = re.match(re.escape(chat).replace(r"\[\]", r"(\[\d+\])") + r"(?=[.\[]|$)", param)
         if found:
             return own.replace("[]", "".join(found.groups())) + param[found.end() :]
     return param

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
-from server.api.http.errors import bad_request, shown
+from server.api.http.errors import bad_request, own_name, shown
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def ignore(option: str, reason: str) -> None:
     request = current.get()
     if request is None:
         return
-    option = request.renamed.get(option, option)
+    option = own_name(option, request.renamed)
     name = _UNPRINTABLE.sub("?", _INDEX.sub("[]", option))[:MAX_NAME_CHARACTERS]
     request.names.add(name)
     if name not in _logged and len(_logged) < _MAX_LOGGED:

@@ -37,7 +37,7 @@ _NAMES = {
     "reasoning_effort": "thinking",
     "tools[].function.parameters": "tools[].input_schema",
     "tools[].function": "tools[]",
-    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
 }
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}

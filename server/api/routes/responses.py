@@ -41,7 +41,7 @@ UNSUPPORTED_RESPONSE: dict[str, tuple[Any, ...]] = UNSUPPORTED_ELSEWHERE | {
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
-    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "tools[].function": "tools[]",

@@ -127,6 +127,7 @@ def test_structured(client: openai.OpenAI) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", "value_out_of_range"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "y"}}}}, "text.format.schema",
          "invalid_grammar"),
+        ({"text": {"format": {"type": "json_schema", "name": 5, "schema": {}}}}, "text.format.name", "invalid_type"),
     ],
 )  # fmt: skip
 def test_refused(http: httpx.Client, change: dict[str, Any], param: str, code: str) -> None:

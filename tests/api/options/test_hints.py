@@ -126,6 +126,8 @@ UNKNOWN: list[tuple[Endpoint, dict[str, Any], str]] = [
     ("completions", {"nonsense": 1}, "nonsense"),
     ("responses", {"nonsense": 1}, "nonsense"),
     ("responses", {"text": {"colour": "red"}}, "text.colour"),
+    ("responses", {"text": {"format": {"type": "text", "colour": "red"}}}, "text.format.colour"),
+    ("responses", {"max_tokens_per_day": 1}, "max_tokens_per_day"),
     ("responses", {"tools": [{"type": "function", "name": "f", "colour": "red"}]}, "tools[].colour"),
     ("messages", {"nonsense": 1}, "nonsense"),
     ("messages", {"tools": [{"name": "f", "input_schema": {}, "colour": "red"}]}, "tools[].colour"),
