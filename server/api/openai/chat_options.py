@@ -10,6 +10,7 @@ from server.api.http.errors import bad_request
 from server.api.http.hints import HINTS, ignore_thinking
 from server.api.openai.message_schemas import MESSAGES_SCHEMA
 from server.api.openai.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
+from server.api.openai.other_names import OTHER_NAMES_CHAT
 from server.api.openai.tools import ToolOptions
 from server.text.chat_template import ChatTemplate
 from server.text.dialect import Effort
@@ -88,6 +89,8 @@ class ChatOptions(GenerationOptions, ToolOptions):
 
 _ASKING_NOTHING: dict[str, tuple[Any, ...]] = {
     "n": (1,),
+    "max_tokens": (-1, -2),
+    "max_completion_tokens": (-1, -2),
     "seed": (-1,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -113,7 +116,9 @@ _ASKING_NOTHING: dict[str, tuple[Any, ...]] = {
     "stream_options": ({},),
 }
 _HINTS = {hint.path for hint in HINTS} - {"reasoning_effort"}  # which chats without thoughts ignore
-UNSUPPORTED_ELSEWHERE: dict[str, tuple[Any, ...]] = UNSUPPORTED_CHAT | {
-    name: _ASKING_NOTHING.get(name, ()) for name in ChatOptions.model_fields if name not in _HINTS
-}
-"""A chat's options, for endpoints that have others; with the values that ask for nothing."""
+UNSUPPORTED_ELSEWHERE: dict[str, tuple[Any, ...]] = (
+    UNSUPPORTED_CHAT
+    | {other: _ASKING_NOTHING.get(own, ()) for other, (own, _) in OTHER_NAMES_CHAT.items()}
+    | {name: _ASKING_NOTHING.get(name, ()) for name in ChatOptions.model_fields if name not in _HINTS}
+)
+"""A chat's options and their other names, for endpoints that have others; with the values that ask for nothing."""

@@ -111,6 +111,7 @@ def test_structured(client: openai.OpenAI) -> None:
         ({"stop": ["a"]}, "stop", "unsupported_parameter"),
         ({"n": 1, "seed": 5}, "seed", "unsupported_parameter"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
+        ({"repeat_penalty": 1.0, "n_predict": 5}, "n_predict", "unsupported_parameter"),
         ({"best_of": 2}, "best_of", "unsupported_parameter"),
         ({"input": 5}, "input", "invalid_type"),
         ({"input": []}, "input", "empty_array"),

@@ -213,6 +213,7 @@ ASK_NOTHING: list[tuple[Endpoint, dict[str, Any]]] = [
     ("chat", {"reasoning_format": "parsed", "suffix": "", "chat_template": "", "mm_processor_kwargs": {}}),
     ("completions", {"repeat_last_n": 0, "top_logprobs": 0, "chat_template": "", "seed": -1, "grammar": ""}),
     ("responses", {"parallel_tool_calls": True, "context_management": [], "seed": -1, "top_logprobs": 0.0}),
+    ("messages", {"repeat_penalty": 1, "num_predict": -1, "random_seed": -1, "grammar": ""}),
     ("messages", {"parallel_tool_calls": True, "inference_geo": "global", "top_logprobs": 0}),
     ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}),
     ("messages", {"tools": [{"type": None, "name": "f", "input_schema": {}}]}),
