@@ -9,7 +9,7 @@ from dataclasses import dataclass
 GROUP_ROWS = 16
 HALF_ROWS = 8
 MAX_ROWS_TOKENS = 8
-"""Tokens of one launch. More are faster by linear_wgmma on Hopper: in a layer, though not always alone."""
+"""Tokens of one launch, which are the n of one mma."""
 # Blocks that share row groups -> how many such clusters a multiprocessor has room for (four do not fit everywhere).
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 # (warps, k blocks of a warp): the instances of csrc/cuda/rows/linear_rows.cu.

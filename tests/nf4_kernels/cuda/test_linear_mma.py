@@ -67,7 +67,7 @@ def wide(row_tiles: int, tokens: int, m: int, n: int, k: int, parts: int = 1) ->
 def warps_of(instance: tuple[int, int]) -> list[tuple[int, int, int]]:
     """Row warps, k warps and loaders: each number of loaders with one k warp and with the most, in all the room there is."""
     most, max_k_warps = instance[0], WHOLE_INSTANCES[instance].max_k_warps
-    found = {(1, min(2, max_k_warps), 4), (2, 1, 1)}
+    found = {(1, 2, 4), (2, 1, 1)}
     for loaders, k_warps in itertools.product((1, 2, 4), (1, max_k_warps)):
         row_warps = max(1, (most - loaders) // k_warps)
         found.add((row_warps, min(k_warps, (most - loaders) // row_warps), loaders))

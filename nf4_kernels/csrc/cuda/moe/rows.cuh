@@ -81,7 +81,7 @@ __device__ __forceinline__ void consume_units(const MoeRowsArgs& args, char* sha
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         unsigned a[4];
-        decode_codes(a, upper, lower, step, lane_offset, true, true);
+        decode_codes(a, upper, lower, step, lane_offset, true);
         mma_step<T>(part_sum, a, b[i], step);
       }
       static_assert(kTeamWarps % (Layout::kBoxed ? 4 : 2) == 0, "two k blocks share a slot row, four a box's line");

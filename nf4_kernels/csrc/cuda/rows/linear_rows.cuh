@@ -31,14 +31,14 @@ __device__ __forceinline__ unsigned table_entry(unsigned word, int byte, unsigne
   return pair;
 }
 
-// The A registers of 16 k of a k block: a row group's upper half where `above`, its lower half where `below`.
+// The A registers of 16 k of a k block: a row group's upper half, and its lower half where `below`.
 __device__ __forceinline__ void decode_codes(unsigned (&a)[4], uint2 upper, uint2 lower, int step, unsigned lane_offset,
-                                        bool above, bool below) {
+                                             bool below) {
   unsigned up = step < 2 ? upper.x : upper.y, low = step < 2 ? lower.x : lower.y;
   int byte = step % 2 * 2;
-  a[0] = table_entry(up, byte, lane_offset, above);
+  a[0] = table_entry(up, byte, lane_offset, true);
   a[1] = table_entry(low, byte, lane_offset, below);
-  a[2] = table_entry(up, byte + 1, lane_offset, above);
+  a[2] = table_entry(up, byte + 1, lane_offset, true);
   a[3] = table_entry(low, byte + 1, lane_offset, below);
 }
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
   const char* my_scales = shared + Layout::scale_slot(0, warp) + g * 8;
   float4* my_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + warp * 32 + lane;
   RingPosition ring;
-  unsigned groups = 0;  // of whose sums two fit
+  unsigned groups = 0;  // row groups so far; there is room for the sums of two
   StageClock<kTimed> decoding;
   decoding.begin(args.clock);
   for (; !run.done(); run.next()) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
         unsigned a[4][4];
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-          decode_codes(a[step], upper, lower, step, lane_offset, true, below);
+          decode_codes(a[step], upper, lower, step, lane_offset, below);
           pin(a[step]);
         }
         decoding.pause(a[3]);
@@ -105,7 +105,7 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           unsigned a[4];
-          decode_codes(a, upper, lower, step, lane_offset, true, below);
+          decode_codes(a, upper, lower, step, lane_offset, below);
           mma_step<T>(part_sum, a, b[i], step);
         }
       }

@@ -41,7 +41,7 @@ struct WholeShape {
   // Sums of 64 k take registers, for which there is no room here: sums are in units of the latest scale.
   static constexpr bool kRescales = kRowTiles == 2 && kTiles >= 8;
   // Token tiles that are multiplied at the same time: so many sums do not wait for one another.
-  static constexpr int kGroup = kTiles < 4 ? kTiles : kRowTiles == 2 && !kRescales ? 2 : kTiles == 6 ? 3 : kTiles == 10 ? 5 : 4;
+  static constexpr int kGroup = kTiles < 4 ? kTiles : kRowTiles == 2 && !kRescales ? 2 : kTiles % 4 ? kTiles / 2 : 4;
   static constexpr int kScaleCode = kTableBytes + kQuarterSlots * kTableStride;
   static constexpr int kBarriers = kScaleCode + 1024;
   // The ring's parts, a chunk each: two have room for four k warps of 48 and 64 tokens.

@@ -111,7 +111,7 @@ struct UnitSums {
             permute_codes(a[0], a[2], upper.y);
             permute_codes(a[1], a[3], lower.y);
           } else {
-            decode_codes(a, upper, lower, s, lane_offset, true, true);
+            decode_codes(a, upper, lower, s, lane_offset, true);
           }
           mma_step<T>(part, a, b[j], s);
         }
