@@ -115,7 +115,7 @@ _ASKING_NOTHING: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "stream_options": ({},),
 }
-_HINTS = {hint.path for hint in HINTS} - {"reasoning_effort"}  # which chats without thoughts ignore
+_HINTS = {hint.path for hint in HINTS if not hint.unless_thinking}
 UNSUPPORTED_ELSEWHERE: dict[str, tuple[Any, ...]] = (
     UNSUPPORTED_CHAT
     | {other: _ASKING_NOTHING.get(own, ()) for other, (own, _) in OTHER_NAMES_CHAT.items()}

@@ -46,7 +46,7 @@ def conversation(messages: Sequence[Any], images: ImageParts | None = None) -> l
 def _message(raw: Any, where: str, images: ImageParts) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise wrong_type(where, "an object", raw)
-    message: dict[str, Any] = {"role": _role(raw, where)}
+    message: dict[str, Any] = {"role": read_role(raw, where)}
     for key, value in raw.items():
         param = f"{where}.{shown(key)}"
         match key:
@@ -138,7 +138,8 @@ def _arguments(written: str | None) -> Any:
     return {} if arguments is None else arguments if isinstance(arguments, dict) else written
 
 
-def _role(raw: dict[str, Any], where: str) -> str:
+def read_role(raw: dict[str, Any], where: str, roles: Sequence[str] = ROLES) -> str:
+    """The role of a message, one of some. Raises ApiError."""
     param = f"{where}.role"
     role = raw.get("role")
     if role is None:
@@ -147,8 +148,8 @@ def _role(raw: dict[str, Any], where: str) -> str:
         raise wrong_type(param, "a string", role)
     if role in UNSUPPORTED_ROLES:
         raise not_supported(param, f"The role '{role}'")
-    if role not in ROLES:
-        supported = ", ".join(f"'{name}'" for name in ROLES)
+    if role not in roles:
+        supported = ", ".join(f"'{name}'" for name in roles)
         raise bad_request(
             f"Invalid value for '{param}': '{shown(role)}'. Supported values are: {supported}.", param, "invalid_value"
         )

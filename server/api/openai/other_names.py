@@ -25,7 +25,7 @@ def _seed(value: Any) -> Any:
 
 
 def _biases(value: Any) -> Any:
-    """llama.cpp's list of biases; only the empty one is an object's."""
+    """llama.cpp has biases in a list; an empty one asks for none, as an empty object does."""
     return None if value == [] else value
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from server.api.http.errors import bad_request, shown
 from server.api.http.hints import SERVER_TOOLS
 from server.api.http.ignored import ignore, ignore_others
 from server.api.http.validation import wrong_type
+from server.api.openai.conversation import read_role
 from server.api.openai.image_parts import TranslatedImage
 
 INPUT_SCHEMA = {
@@ -89,13 +89,16 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             raise wrong_type(where, "an object", item)
         match item.get("type", "message"):
             case "message":
-                message = {"role": _role(item, where), "content": _content(item.get("content"), f"{where}.content")}
+                message = {
+                    "role": read_role(item, where, _ROLES),
+                    "content": _content(item.get("content"), f"{where}.content"),
+                }
                 if thoughts and message["role"] == "assistant":
                     message["reasoning_content"], thoughts = thoughts, ""
                 messages.append(message)
             case "function_call":
                 arguments = item.get("arguments")
-                _check_strings(item, ("call_id", "name", *(() if arguments is None else ("arguments",))), where)
+                _check_strings(item, where, "call_id", "name", *(() if arguments is None else ("arguments",)))
                 if not (messages and messages[-1]["role"] == "assistant"):
                     messages.append({"role": "assistant", "content": ""})
                     if thoughts:
@@ -104,7 +107,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                _check_strings(item, ("call_id",), where)
+                _check_strings(item, where, "call_id")
                 content = _content(item.get("output"), f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             case "reasoning":
@@ -119,19 +122,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def _role(item: dict[str, Any], where: str) -> Any:
-    role = item.get("role")
-    if role in _ROLES:
-        return role
-    supported = ", ".join(f"'{name}'" for name in _ROLES)
-    raise bad_request(
-        f"Invalid value for '{where}.role': {shown(repr(role))}. Supported values are: {supported}.",
-        f"{where}.role",
-        "invalid_value",
-    )
-
-
-def _check_strings(item: dict[str, Any], names: Iterable[str], where: str) -> None:
+def _check_strings(item: dict[str, Any], where: str, *names: str) -> None:
     for name in names:
         if not isinstance(item.get(name), str):
             raise wrong_type(f"{where}.{name}", "a string", item.get(name))
